@@ -1,0 +1,108 @@
+// The one set of argument checks: every backend and the shape-only (meta) kernels call these. Sizes are SymInts, so
+// that the same code serves torch.compile with dynamic shapes; for real tensors they are plain integers.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <string>
+
+#include "../metal/formats.h"
+
+namespace qgemv {
+
+struct Format {
+  const char* name;
+  int64_t id, block_size, type_size;  // GGUF type id, weights per block, bytes per block
+};
+inline constexpr Format formats[] = {
+#define QGEMV_FORMAT(F) {#F, F::id, F::block_size, sizeof(F::Block)},
+    QGEMV_FORMATS(QGEMV_FORMAT)
+#undef QGEMV_FORMAT
+};
+
+inline const Format& check_quant_type(const char* op, int64_t quant_type) {
+  for (const Format& format : formats)
+    if (format.id == quant_type) return format;
+  std::string known;
+  for (const Format& format : formats) known += std::string(known.empty() ? "" : ", ") + format.name;
+  C10_THROW_ERROR(ValueError, c10::str("torch_qgemv.", op, ": quant_type ", quant_type,
+                                       " is not a supported GGUF type; supported are ", known));
+}
+
+// N rows of K weights.
+struct MatrixSize {
+  c10::SymInt N, K;
+};
+
+inline MatrixSize check_weight(const char* op, const at::Tensor& weight, const Format& format) {
+  TORCH_CHECK_TYPE(weight.scalar_type() == at::kByte, "torch_qgemv.", op,
+                   ": weight must hold packed bytes (uint8), got ", weight.scalar_type());
+  TORCH_CHECK_VALUE(weight.dim() == 2, "torch_qgemv.", op, ": weight must be [N, row_bytes], got ", weight.sym_sizes());
+  const c10::SymInt row_bytes = weight.sym_size(1);
+  TORCH_CHECK_VALUE(row_bytes % format.type_size == 0, "torch_qgemv.", op, ": weight has rows of ", row_bytes,
+                    " bytes (shape ", weight.sym_sizes(), "), which is no whole number of ", format.name, " blocks of ",
+                    format.type_size, " bytes");
+  return {weight.sym_size(0), row_bytes / format.type_size * format.block_size};
+}
+
+inline void check_float(const char* op, const char* name, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, "torch_qgemv.", op, ": ", name,
+                   " must be float32, float16 or bfloat16, got ", dtype);
+}
+
+inline void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& weight) {
+  TORCH_CHECK_VALUE(tensor.device() == weight.device(), "torch_qgemv.", op, ": ", name, " is on ", tensor.device(),
+                    ", but weight is on ", weight.device());
+}
+
+inline MatrixSize check_linear(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                               const std::optional<at::Tensor>& bias) {
+  const Format& format = check_quant_type("linear", quant_type);
+  const MatrixSize size = check_weight("linear", weight, format);
+  check_float("linear", "x", x.scalar_type());
+  check_same_device("linear", "x", x, weight);
+  TORCH_CHECK_VALUE(x.dim() >= 1, "torch_qgemv.linear: x must have a last dimension of K = ", size.K,
+                    ", got a 0-d tensor");
+  TORCH_CHECK_VALUE(x.sym_size(-1) == size.K, "torch_qgemv.linear: x has K = ", x.sym_size(-1), " (shape ",
+                    x.sym_sizes(), "), but weight ", weight.sym_sizes(), " of ", format.name, " has N = ", size.N,
+                    ", K = ", size.K);
+  if (bias) {
+    check_same_device("linear", "bias", *bias, weight);
+    TORCH_CHECK_TYPE(at::isFloatingType(bias->scalar_type()), "torch_qgemv.linear: bias must be floating point, got ",
+                     bias->scalar_type());
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == size.N, "torch_qgemv.linear: bias must be [N] = [",
+                      size.N, "], got ", bias->sym_sizes());
+  }
+  return size;
+}
+
+inline MatrixSize check_dequantize(const at::Tensor& weight, int64_t quant_type, at::ScalarType dtype) {
+  const MatrixSize size = check_weight("dequantize", weight, check_quant_type("dequantize", quant_type));
+  check_float("dequantize", "dtype", dtype);
+  return size;
+}
+
+inline MatrixSize check_embedding(const at::Tensor& indices, const at::Tensor& weight, int64_t quant_type,
+                                  at::ScalarType dtype) {
+  const MatrixSize size = check_weight("embedding", weight, check_quant_type("embedding", quant_type));
+  check_float("embedding", "dtype", dtype);
+  check_same_device("embedding", "indices", indices, weight);
+  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt,
+                   "torch_qgemv.embedding: indices must be int64 or int32, got ", indices.scalar_type());
+  return size;
+}
+
+// The shape of x with its last size replaced, or with one more.
+inline std::vector<c10::SymInt> linear_shape(const at::Tensor& x, const MatrixSize& size) {
+  std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+  shape.back() = size.N;
+  return shape;
+}
+inline std::vector<c10::SymInt> embedding_shape(const at::Tensor& indices, const MatrixSize& size) {
+  std::vector<c10::SymInt> shape = indices.sym_sizes().vec();
+  shape.push_back(size.K);
+  return shape;
+}
+
+}  // namespace qgemv

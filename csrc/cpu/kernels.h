@@ -1,0 +1,67 @@
+// The seam between the operators and the CPU kernels. Kernel files include no torch header; each is compiled for one
+// instruction set and chosen at run time.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace qgemv::cpu {
+
+enum class Dtype { f32, f16, bf16 };
+
+constexpr int chunk = 256;        // activations that share one scale
+constexpr int token_block = 128;  // most rows of x in one call of `linear`
+
+// Packed weights: row n starts at data + n * row_stride.
+struct Weight {
+  int64_t quant_type;
+  const uint8_t* data;
+  int64_t row_stride, N, K;
+};
+
+struct LinearArgs {
+  Weight weight;
+  const void* activations;  // as written by pack: [chunks of K][tokens] structs of activation_bytes
+  int64_t tokens;           // rows of x, at most token_block
+  const float* bias;        // [N] or null
+  void* y;                  // [tokens, N]
+  Dtype dtype;              // of x and y
+};
+
+// One instruction set. Activations become integers once per call: 16 bits for bf16 x, 24 for fp16 and fp32 x.
+struct Kernels {
+  const char* name;
+  bool (*supported)();
+  int lanes;  // rows of W made together
+  // Bytes of one chunk of one row of x.
+  size_t (*activation_bytes)(Dtype dtype);
+  // Packs row `token` of x, contiguous, K values of `dtype`. False: it holds an infinity, a NaN or only tiny numbers,
+  // and integers can't stand for it; use linear_exact for that row.
+  bool (*pack)(const Weight& weight, const void* x, Dtype dtype, int64_t token, int64_t tokens, void* activations);
+  // Rows [begin * lanes, end * lanes) of W, as far as they exist.
+  void (*linear)(const LinearArgs& args, int64_t begin, int64_t end);
+  // Reads `bytes` bytes as fast as this instruction set can, and does nothing else: the yardstick of the benchmarks.
+  uint32_t (*read)(const uint8_t* data, int64_t bytes);
+};
+
+extern const Kernels avx512_vnni, avx2, portable;
+
+// All that were built for this processor family, best first. Which of them can run here: supported().
+inline constexpr const Kernels* all_kernels[] = {
+#if defined(__x86_64__)
+    &avx512_vnni,
+    &avx2,
+#endif
+    &portable,
+};
+
+// y[n] = x . w_n + bias[n] for rows [begin, end) in double precision, any finite or non-finite x. Slow.
+void linear_exact(const Weight& weight, const float* x, const float* bias, float* y, int64_t begin, int64_t end);
+
+// Row n of W, K values of `dtype`.
+void dequantize_row(const Weight& weight, int64_t n, Dtype dtype, void* out);
+
+// K values of `dtype` as floats, and back.
+void to_float(const void* from, Dtype dtype, int64_t count, float* to);
+void from_float(const float* from, Dtype dtype, int64_t count, void* to);
+
+}  // namespace qgemv::cpu

@@ -1,0 +1,164 @@
+// The operators on the CPU: checks, the choice of the instruction set, threads. The arithmetic is in kernels.h.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "../check.h"
+#include "kernels.h"
+
+namespace qgemv {
+
+using cpu::Kernels;
+using cpu::Weight;
+
+cpu::Dtype dtype_of(at::ScalarType type) {
+  return type == at::kFloat ? cpu::Dtype::f32 : type == at::kHalf ? cpu::Dtype::f16 : cpu::Dtype::bf16;
+}
+
+const Kernels& best_kernels() {
+  static const Kernels* const best =
+      *std::find_if(std::begin(cpu::all_kernels), std::end(cpu::all_kernels), [](auto* k) { return k->supported(); });
+  return *best;
+}
+
+// Rows may lie at any distance; only the bytes of a row must be neighbours.
+at::Tensor with_dense_rows(const at::Tensor& weight) {
+  return weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
+}
+
+Weight view(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size) {
+  return {quant_type, weight.const_data_ptr<uint8_t>(), weight.stride(0), size.N.expect_int(), size.K.expect_int()};
+}
+
+// Work for one thread: at least this many bytes read or written.
+constexpr int64_t grain_bytes = 1 << 16;
+int64_t grain(int64_t bytes_each) { return std::max<int64_t>(1, grain_bytes / std::max<int64_t>(1, bytes_each)); }
+
+void linear_tokens(const Kernels& kernels, const Weight& w, const char* x, int64_t tokens, const float* bias, char* y,
+                   cpu::Dtype dtype) {
+  const int64_t item = dtype == cpu::Dtype::f32 ? 4 : 2, chunks = (w.K + cpu::chunk - 1) / cpu::chunk;
+  const at::Tensor activations = at::empty({chunks * tokens * int64_t(kernels.activation_bytes(dtype))}, at::kByte);
+  void* packed = activations.mutable_data_ptr();
+  std::vector<char> regular(tokens);
+  at::parallel_for(0, tokens, grain(w.K * item), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) regular[m] = kernels.pack(w, x + m * w.K * item, dtype, m, tokens, packed);
+  });
+
+  const cpu::LinearArgs args{w, packed, tokens, bias, y, dtype};
+  const int64_t panels = (w.N + kernels.lanes - 1) / kernels.lanes;
+  const int64_t panel_bytes = kernels.lanes * w.row_stride * ((tokens + 3) / 4);
+  at::parallel_for(0, panels, grain(panel_bytes),
+                   [&](int64_t begin, int64_t end) { kernels.linear(args, begin, end); });
+
+  for (int64_t m = 0; m < tokens; ++m) {
+    if (regular[m]) continue;
+    std::vector<float> row(w.K), out(w.N);
+    cpu::to_float(x + m * w.K * item, dtype, w.K, row.data());
+    at::parallel_for(0, w.N, grain(w.K * 4), [&](int64_t begin, int64_t end) {
+      cpu::linear_exact(w, row.data(), bias, out.data(), begin, end);
+    });
+    cpu::from_float(out.data(), dtype, w.N, y + m * w.N * item);
+  }
+}
+
+at::Tensor linear_with(const Kernels& kernels, const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                       const std::optional<at::Tensor>& bias) {
+  const MatrixSize size = check_linear(x, weight, quant_type, bias);
+  const auto shape = linear_shape(x, size);
+  const at::Tensor y = at::empty_symint(shape, x.options());
+  if (y.numel() == 0) return y;
+  const at::Tensor bias_float = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  if (x.numel() == 0) return bias ? y.copy_(bias_float) : y.zero_();  // K = 0
+
+  const at::Tensor rows = x.contiguous(), packed = with_dense_rows(weight);
+  const Weight w = view(packed, quant_type, size);
+  const cpu::Dtype dtype = dtype_of(x.scalar_type());
+  const float* b = bias ? bias_float.const_data_ptr<float>() : nullptr;
+  const int64_t tokens = x.numel() / w.K, item = x.element_size();
+  const char* from = static_cast<const char*>(rows.const_data_ptr());
+  char* to = static_cast<char*>(y.mutable_data_ptr());
+  for (int64_t m = 0; m < tokens; m += cpu::token_block)
+    linear_tokens(kernels, w, from + m * w.K * item, std::min<int64_t>(cpu::token_block, tokens - m), b,
+                  to + m * w.N * item, dtype);
+  return y;
+}
+
+at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                      const std::optional<at::Tensor>& bias) {
+  return linear_with(best_kernels(), x, weight, quant_type, bias);
+}
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : cpu::all_kernels)
+    if (kernels->supported()) names.push_back(kernels->name);
+  return names;
+}
+
+at::Tensor linear_isa(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                      const std::optional<at::Tensor>& bias, c10::string_view isa) {
+  for (const Kernels* kernels : cpu::all_kernels)
+    if (isa == kernels->name && kernels->supported()) return linear_with(*kernels, x, weight, quant_type, bias);
+  TORCH_CHECK_VALUE(false, "torch_qgemv._linear_isa: no kernels for isa '", isa, "' can run here; there are ",
+                    cpu_isas());
+}
+
+int64_t read_cpu(const at::Tensor& bytes) {
+  TORCH_CHECK_VALUE(bytes.is_contiguous(), "torch_qgemv._read: bytes must be contiguous");
+  const auto* data = static_cast<const uint8_t*>(bytes.const_data_ptr());
+  std::atomic<uint32_t> all{0};
+  at::parallel_for(0, bytes.nbytes(), grain_bytes,
+                   [&](int64_t begin, int64_t end) { all ^= best_kernels().read(data + begin, end - begin); });
+  return all;
+}
+
+at::Tensor dequantize_cpu(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
+  const at::ScalarType type = dtype.value_or(at::kFloat);
+  const MatrixSize size = check_dequantize(weight, quant_type, type);
+  const at::Tensor packed = with_dense_rows(weight);
+  const at::Tensor out = at::empty_symint({size.N, size.K}, weight.options().dtype(type));
+  if (out.numel() == 0) return out;
+  const Weight w = view(packed, quant_type, size);
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t row_bytes = w.K * int64_t(out.element_size());
+  at::parallel_for(0, w.N, grain(row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) cpu::dequantize_row(w, n, dtype_of(type), to + n * row_bytes);
+  });
+  return out;
+}
+
+at::Tensor embedding_cpu(const at::Tensor& indices, const at::Tensor& weight, int64_t quant_type,
+                         std::optional<at::ScalarType> dtype) {
+  const at::ScalarType type = dtype.value_or(at::kFloat);
+  const MatrixSize size = check_embedding(indices, weight, quant_type, type);
+  const at::Tensor out = at::empty_symint(embedding_shape(indices, size), weight.options().dtype(type));
+  if (indices.numel() == 0) return out;
+  const at::Tensor packed = with_dense_rows(weight), ids = indices.to(at::kLong).contiguous();
+  const Weight w = view(packed, quant_type, size);
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    TORCH_CHECK_INDEX(0 <= id[i] && id[i] < w.N, "torch_qgemv.embedding: index ", id[i], " is out of range for ", w.N,
+                      " rows");
+  if (out.numel() == 0) return out;
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t row_bytes = w.K * int64_t(out.element_size());
+  at::parallel_for(0, ids.numel(), grain(row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) cpu::dequantize_row(w, id[i], dtype_of(type), to + i * row_bytes);
+  });
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(torch_qgemv, CPU, m) {
+  m.impl("linear", &linear_cpu);
+  m.impl("dequantize", &dequantize_cpu);
+  m.impl("embedding", &embedding_cpu);
+  m.impl("_linear_isa", &linear_isa);
+  m.impl("_read", &read_cpu);
+}
+TORCH_LIBRARY_IMPL(torch_qgemv, CatchAll, m) { m.impl("_cpu_isas", &cpu_isas); }
+
+}  // namespace qgemv

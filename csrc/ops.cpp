@@ -1,0 +1,65 @@
+// The operators' schemas, their shape-only (meta) kernels and the Python module. Backends register themselves: see
+// csrc/cpu and csrc/mps; gradients are in autograd.cpp.
+#include <ATen/ops/empty.h>
+#include <Python.h>
+#include <torch/library.h>
+
+#include "check.h"
+
+namespace qgemv {
+
+at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                       const std::optional<at::Tensor>& bias) {
+  return at::empty_symint(linear_shape(x, check_linear(x, weight, quant_type, bias)), x.options());
+}
+
+at::Tensor dequantize_meta(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
+  const at::ScalarType type = dtype.value_or(at::kFloat);
+  const MatrixSize size = check_dequantize(weight, quant_type, type);
+  return at::empty_symint({size.N, size.K}, weight.options().dtype(type));
+}
+
+at::Tensor embedding_meta(const at::Tensor& indices, const at::Tensor& weight, int64_t quant_type,
+                          std::optional<at::ScalarType> dtype) {
+  const at::ScalarType type = dtype.value_or(at::kFloat);
+  const MatrixSize size = check_embedding(indices, weight, quant_type, type);
+  return at::empty_symint(embedding_shape(indices, size), weight.options().dtype(type));
+}
+
+std::vector<std::string> format_names() {
+  std::vector<std::string> names;
+  for (const Format& format : formats) names.push_back(format.name);
+  return names;
+}
+
+TORCH_LIBRARY(torch_qgemv, m) {
+  m.def("linear(Tensor x, Tensor weight, int quant_type, Tensor? bias=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("dequantize(Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("embedding(Tensor indices, Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  // For tests and benchmarks: the kernels of one instruction set, which ones can run here (best first), and a read of
+  // all bytes at the speed of the memory.
+  m.def("_linear_isa(Tensor x, Tensor weight, int quant_type, Tensor? bias, str isa) -> Tensor");
+  m.def("_cpu_isas() -> str[]");
+  m.def("_read(Tensor bytes) -> int");
+  m.def("_format_names() -> str[]", &format_names);
+}
+
+TORCH_LIBRARY_IMPL(torch_qgemv, Meta, m) {
+  m.impl("linear", &linear_meta);
+  m.impl("dequantize", &dequantize_meta);
+  m.impl("embedding", &embedding_meta);
+}
+
+}  // namespace qgemv
+
+// Importing torch_qgemv._C runs the registrations above; the module itself only tells what it was built with.
+PyMODINIT_FUNC PyInit__C() {
+  static PyModuleDef definition = {};
+  definition.m_base = PyModuleDef_HEAD_INIT;
+  definition.m_name = "_C";
+  definition.m_size = -1;
+  PyObject* module = PyModule_Create(&definition);
+  if (module && PyModule_AddStringConstant(module, "torch_version", TORCH_QGEMV_TORCH_VERSION) < 0) Py_CLEAR(module);
+  return module;
+}
