@@ -4,6 +4,8 @@ SHELL = /bin/sh
 VENV = .venv
 TORCH = torch==2.13.0
 TORCH_INDEX =
+GGML = llama-cpp-python==0.3.36
+GGML_FLAGS = -DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON
 PYTHON =
 ARGS =
 
@@ -15,12 +17,13 @@ BUILD_FILES = setup.py pyproject.toml build_backend.py
 SOURCES = $(shell find csrc metal)
 CPP_FILES = $(shell find csrc metal tests -name '*.h' -o -name '*.cpp' -o -name '*.mm' -o -name '*.metal')
 
-.PHONY: help check demo test lint format clean
+.PHONY: help check demo test ggml lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    set up $(VENV), build, and let a real model talk'
 	@echo 'make test    set up $(VENV), build, and run the tests (ARGS="-k name" is passed to pytest)'
+	@echo 'make ggml    build ggml for this processor: the peer of "python -m torch_qgemv bench"'
 	@echo 'make lint    check the style of all sources; make format mends it'
 	@echo 'make check   say what this machine lacks'
 	@echo 'make clean   remove what was built; rm -r $(VENV) as well for a fresh start'
@@ -61,10 +64,12 @@ $(TORCH_STAMP): | $(PY)
 	$(PIP) --quiet 'setuptools>=77' ninja
 	touch $@
 
-# The package, editable, with the extras named in the stamp.
+# The package, editable, with the extras named in the stamp. Where only sources changed, compiling them is enough.
 $(VENV)/installed-extras-%: $(TORCH_STAMP) $(BUILD_FILES) $(SOURCES)
 	@echo 'Compiling torch_qgemv and installing what it needs'
-	$(PIP) --quiet --no-build-isolation --editable '.[$*]'
+	$(if $(filter $(TORCH_STAMP) $(BUILD_FILES),$?),\
+	  $(PIP) --quiet --no-build-isolation --editable '.[$*]',\
+	  $(PY) setup.py --quiet build_ext --inplace)
 	touch $@
 
 # Its own dependencies are a command-line tool that is not needed here.
@@ -82,6 +87,20 @@ demo: $(VENV)/installed-extras-hf $(VENV)/installed-model
 
 test: $(VENV)/installed-extras-hf,test
 	$(PY) -m pytest $(if $(CI),-m 'slow or not slow') $(ARGS)
+
+# From the sources that a PyPI package carries. Without GIT_DIR, ggml would call the commit of this clone its own.
+ggml: | $(PY)
+	rm -rf build/ggml build/ggml-source
+	$(PIP) --quiet cmake ninja
+	$(PY) -m pip --disable-pip-version-check download --quiet --no-deps --no-binary llama-cpp-python \
+	  --dest build/ggml-source '$(GGML)'
+	tar -xzf build/ggml-source/*.tar.gz -C build/ggml-source --strip-components=1
+	: > build/ggml-source/vendor/llama.cpp/ggml/ggml.pc.in
+	PATH="$(abspath $(VENV))/bin:$$PATH" && export PATH && \
+	  GIT_DIR=/dev/null cmake -S build/ggml-source/vendor/llama.cpp/ggml -B build/ggml -G Ninja \
+	    -DCMAKE_BUILD_TYPE=Release -DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF $(GGML_FLAGS) && \
+	  cmake --build build/ggml --parallel 2
+	rm -rf build/ggml-source
 
 lint: $(VENV)/dev.txt
 	$(PY) -m ruff check .

@@ -57,6 +57,10 @@ def make_build_command():
     from torch.utils.cpp_extension import BuildExtension, is_ninja_available
 
     class BuildCommand(BuildExtension):
+        def finalize_options(self):
+            super().finalize_options()
+            self.build_temp = "build/objects"  # kept, so that the next build compiles only what changed
+
         def run(self):
             stop_on(compiler_problems())
             if not is_ninja_available():
@@ -84,7 +88,6 @@ def main():
         install_requires=requirements,
         ext_modules=[make_extension(torch_version)],
         cmdclass={"build_ext": make_build_command()},
-        options={"build_ext": {"build_temp": "build/objects"}},  # kept, so that only what changed is compiled again
     )
 
 

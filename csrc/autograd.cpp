@@ -50,7 +50,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const at::Tensor w = call_dequantize(ctx->get_saved_variables()[0], ctx->saved_data["quant_type"].toInt());
       grad_x = grad_y.matmul(w).to(ctx->saved_data["x_dtype"].toScalarType());
     }
-    if (ctx->saved_data.count("bias_dtype") && ctx->needs_input_grad(3)) {
+    if (ctx->saved_data.count("bias_dtype") && ctx->needs_input_grad(2)) {  // it counts tensors only
       std::vector<int64_t> leading(grad_y.dim() - 1);
       std::iota(leading.begin(), leading.end(), 0);
       grad_bias = leading.empty() ? grad_y : grad_y.sum(leading);

@@ -42,6 +42,7 @@ TORCH_LIBRARY(torch_qgemv, m) {
   m.def("_linear_isa(Tensor x, Tensor weight, int quant_type, Tensor? bias, str isa) -> Tensor");
   m.def("_cpu_isas() -> str[]");
   m.def("_read(Tensor bytes) -> int");
+  m.def("_threads_at_work(int count) -> int");
   m.def("_format_names() -> str[]", &format_names);
 }
 

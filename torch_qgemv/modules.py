@@ -9,6 +9,7 @@ import gguf
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .ops import QuantType, dequantize, quantize, resolve_quant_type
 
@@ -33,9 +34,10 @@ class PackedWeight(torch.Tensor):
         )
 
     def __reduce_ex__(self, protocol):
-        raise TypeError(
-            "a packed weight can't be copied or saved by itself; use the module, or layer.to_linear().weight"
-        )
+        raise TypeError("a packed weight can't be copied or saved by itself; use the module or to_linear().weight")
+
+    def __deepcopy__(self, memo):
+        return self.__reduce_ex__(None)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -44,7 +46,13 @@ class PackedWeight(torch.Tensor):
             return cls._linear(*args, **kwargs)
         if func is F.embedding:
             return cls._embedding(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):
+            cls._refuse_write(func)
+        if func is torch.Tensor.__deepcopy__:
+            return args[0].__deepcopy__(None)
+        if func in (torch.Tensor.data.__get__, torch.Tensor.detach):  # a copy would lose writes silently
+            return args[0]
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
     @staticmethod
     def _linear(input, weight, bias=None):
@@ -53,18 +61,24 @@ class PackedWeight(torch.Tensor):
         return torch.ops.torch_qgemv.linear(_plain(input), weight._packed, weight._quant_type, _plain(bias))
 
     @staticmethod
-    def _embedding(input, weight, *args, **kwargs):
-        if args or any(value for name, value in kwargs.items() if name != "padding_idx"):
-            return F.embedding(input, _plain(weight), *args, **kwargs)
+    def _embedding(input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
+        if max_norm is not None:  # torch would rescale rows of the weight in place
+            PackedWeight._refuse_write(F.embedding)
         return torch.ops.torch_qgemv.embedding(input, weight._packed, weight._quant_type, weight.dtype)
+
+    @staticmethod
+    def _refuse_write(func):
+        raise TypeError(f"{func.__name__} would write to a packed weight, which is read-only; use to_linear() first")
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, cls) and argument.is_write:
-                raise TypeError(f"{func} would write to a packed weight, which is read-only; use to_linear() first")
-        return func(*torch.utils._pytree.tree_map(_plain, args), **torch.utils._pytree.tree_map(_plain, kwargs))
+        positional = zip(func._schema.arguments, args, strict=False)
+        named = ((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)
+        for argument, value in (*positional, *named):
+            if argument.is_write and any(isinstance(leaf, cls) for leaf in tree_leaves(value)):
+                cls._refuse_write(func)
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
 def _plain(value: Any) -> Any:

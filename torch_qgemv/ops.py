@@ -6,8 +6,6 @@ A `quant_type` is a name ("Q4_K"), a gguf.GGMLQuantizationType or a GGUF type id
 
 from __future__ import annotations
 
-from functools import cache
-
 import gguf
 import numpy as np
 import torch
@@ -18,26 +16,20 @@ QuantType = str | gguf.GGMLQuantizationType | int
 QUANTIZABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
-@cache
+_SUPPORTED = {name: gguf.GGMLQuantizationType[name] for name in torch.ops.torch_qgemv._format_names()}
+_RESOLVED = _SUPPORTED | {int(member): member for member in _SUPPORTED.values()}
+
+
 def quant_types() -> tuple[str, ...]:
     """The names of the supported GGUF types."""
-    return tuple(torch.ops.torch_qgemv._format_names())
+    return tuple(_SUPPORTED)
 
 
 def resolve_quant_type(quant_type: QuantType) -> gguf.GGMLQuantizationType:
     """The GGUF type meant by a name, a member or an id. Raises ValueError for what is not a supported type."""
-    try:
-        resolved = (
-            gguf.GGMLQuantizationType[quant_type]
-            if isinstance(quant_type, str)
-            else gguf.GGMLQuantizationType(quant_type)
-        )
-    except (KeyError, ValueError):
-        resolved = None
-    if resolved is None or resolved.name not in quant_types():
-        raise ValueError(
-            f"quant_type {quant_type!r} is not a supported GGUF type; supported: {', '.join(quant_types())}"
-        )
+    resolved = _RESOLVED.get(quant_type)
+    if resolved is None:
+        raise ValueError(f"quant_type {quant_type!r} is not a supported GGUF type; supported: {', '.join(_SUPPORTED)}")
     return resolved
 
 

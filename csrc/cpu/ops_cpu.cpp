@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "../check.h"
@@ -116,6 +119,17 @@ int64_t read_cpu(const at::Tensor& bytes) {
   return all;
 }
 
+// How many threads share the work of a parallel_for.
+int64_t threads_at_work(int64_t count) {
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  at::parallel_for(0, count, 1, [&](int64_t, int64_t) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    threads.insert(std::this_thread::get_id());
+  });
+  return int64_t(threads.size());
+}
+
 at::Tensor dequantize_cpu(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = dtype.value_or(at::kFloat);
   const MatrixSize size = check_dequantize(weight, quant_type, type);
@@ -159,6 +173,9 @@ TORCH_LIBRARY_IMPL(torch_qgemv, CPU, m) {
   m.impl("_linear_isa", &linear_isa);
   m.impl("_read", &read_cpu);
 }
-TORCH_LIBRARY_IMPL(torch_qgemv, CatchAll, m) { m.impl("_cpu_isas", &cpu_isas); }
+TORCH_LIBRARY_IMPL(torch_qgemv, CatchAll, m) {
+  m.impl("_cpu_isas", &cpu_isas);
+  m.impl("_threads_at_work", &threads_at_work);
+}
 
 }  // namespace qgemv

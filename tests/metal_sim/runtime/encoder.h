@@ -1,0 +1,40 @@
+// The stream's command encoder, and the record of what was dispatched through it.
+#pragma once
+#include <map>
+#include <string>
+#include <vector>
+#include "machine.h"
+#include "metal.h"
+
+namespace metal_sim {
+
+struct Dispatch {  // one launch, for tests that look at what the launcher did
+  struct Bound {
+    const Buffer* buffer;
+    size_t offset, size;  // size: from the offset to the buffer's end
+  };
+  std::string kernel;
+  Extent groups, threads, grid;  // threadgroups, threads per threadgroup, threads in all
+  std::map<int, Bound> buffers;
+  std::map<int, std::string> bytes;  // what setBytes copied
+  std::map<int, size_t> threadgroup_memory;
+};
+
+struct Encoder : Object {
+  Encoder();
+  Launch launch;
+  Dispatch record;
+  bool ended = false;
+  void forget() {  // what was bound
+    launch = {};
+    record = {};
+  }
+};
+
+std::vector<Dispatch> dispatches();
+void clear_dispatches();
+
+// Defined with the stream: whether this thread runs a block on its queue.
+bool on_stream_queue();
+
+}  // namespace metal_sim

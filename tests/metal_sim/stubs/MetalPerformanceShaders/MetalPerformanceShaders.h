@@ -1,0 +1,5 @@
+#pragma once
+#import <Metal/Metal.h>
+@interface MPSCommandBuffer : NSObject <MTLCommandBuffer>
+- (void)commitAndContinue;
+@end

@@ -1,0 +1,123 @@
+"""The operators as citizens of torch: opcheck, torch.compile, gradients."""
+
+import pytest
+import torch
+from formats import TYPES, dequantized, random_packed, random_x
+from torch import nn
+from torch.nn import functional as F
+
+import torch_qgemv
+from torch_qgemv import QuantEmbedding, QuantLinear
+
+ops = torch.ops.torch_qgemv
+Q4_K = TYPES[7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256,), (2, 256), (0, 256), (2, 3, 256)])
+def test_opcheck_linear(shape, dtype, device):
+    packed = random_packed(Q4_K, 5, 256).to(device)
+    x = random_x(shape, dtype).to(device).requires_grad_()
+    bias = torch.randn(5, device=device, requires_grad=True)
+    for b in (None, bias):
+        torch.library.opcheck(ops.linear.default, (x, packed, int(Q4_K), b))
+    torch.library.opcheck(ops.linear.default, (x.detach().as_strided(shape, (0,) * len(shape)), packed, int(Q4_K)))
+
+
+def test_opcheck_dequantize_and_embedding(device):
+    packed = random_packed(Q4_K, 5, 256).to(device)
+    indices = torch.tensor([[4, 0], [1, 1]], device=device)
+    for dtype in (None, torch.float16):
+        torch.library.opcheck(ops.dequantize.default, (packed, int(Q4_K), dtype))
+        torch.library.opcheck(ops.embedding.default, (indices, packed, int(Q4_K), dtype))
+
+
+def test_meta_kernels_check_as_the_real_ones_do():
+    x, weight = torch.zeros(2, 256, device="meta"), torch.zeros(64, 144, dtype=torch.uint8, device="meta")
+    assert torch_qgemv.linear(x, weight, "Q4_K").shape == (2, 64)
+    assert torch_qgemv.linear(x.T.contiguous().T, weight, "Q4_K").is_contiguous()
+    with pytest.raises(ValueError, match="x has K = 100"):
+        torch_qgemv.linear(x[:, :100], weight, "Q4_K")
+    assert torch_qgemv.dequantize(weight, "Q4_K").shape == (64, 256)
+    assert torch_qgemv.embedding(x[0].long(), weight, "Q4_K", torch.half).shape == (256, 256)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = QuantEmbedding.from_packed(random_packed(Q4_K, 11, 512), Q4_K)
+        self.up = QuantLinear.from_packed(random_packed(Q4_K, 256, 512), Q4_K, torch.randn(256))
+        self.down = QuantLinear.from_packed(random_packed(TYPES[9], 512, 256), TYPES[9])
+        self.norm = nn.LayerNorm(512)
+
+    def forward(self, indices):
+        x = self.embed(indices)
+        return F.linear(self.norm(x + self.down(F.gelu(self.up(x)))), self.embed.weight)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph_gives_the_same(dynamic):
+    model = Mlp().eval()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for count in (3, 5) if dynamic else (3,):
+        indices = torch.arange(count)
+        with torch.no_grad():
+            y = model(indices)
+            torch.testing.assert_close(compiled(indices), y, rtol=1e-5, atol=1e-5 * y.abs().max().item())
+
+
+def test_compile_trains_the_rest_of_the_model(device):
+    model = Mlp().to(device)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    indices = torch.arange(4, device=device)
+    for run in (model, compiled):
+        model.zero_grad()
+        run(indices).square().mean().backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        expected = grads if run is model else expected  # noqa: F821
+    assert set(grads) == {"up.bias", "norm.weight", "norm.bias"}
+    for name, grad in grads.items():
+        assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(512,), (3, 512), (0, 512), (2, 2, 512)])
+def test_gradients(shape, dtype, bias_dtype, device):
+    packed = random_packed(Q4_K, 7, 512)
+    matrix = dequantized(packed, Q4_K).double()
+    x = random_x(shape, dtype).to(device).requires_grad_()
+    bias = None if bias_dtype is None else torch.randn(7).to(device, bias_dtype).requires_grad_()
+    y = torch_qgemv.linear(x, packed.to(device), Q4_K, bias)
+    grad_y = torch.randn(y.shape).to(y)
+    y.backward(grad_y)
+    g = grad_y.cpu().double()
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+    assert x.grad.dtype == dtype
+    exact = g @ matrix
+    assert (x.grad.cpu().double() - exact).norm() <= tolerance[dtype] * exact.norm()
+    if bias is not None:
+        assert bias.grad.dtype == bias_dtype
+        exact = g.reshape(-1, 7).sum(0)
+        assert (bias.grad.cpu().double() - exact).norm() <= tolerance[bias_dtype] * exact.norm()
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    packed, x, bias = random_packed(Q4_K, 7, 256), random_x((2, 256)), torch.zeros(7, requires_grad=True)
+    torch_qgemv.linear(x, packed, Q4_K, bias).sum().backward()
+    assert x.grad is None and torch.equal(bias.grad, torch.full((7,), 2.0))
+    with torch.no_grad():
+        assert not torch_qgemv.linear(x, packed, Q4_K, bias).requires_grad
+    assert not torch_qgemv.linear(x, packed, Q4_K).requires_grad
+    with torch.inference_mode():
+        torch_qgemv.linear(x, packed, Q4_K, bias)
+
+
+def test_double_backward(device):
+    """grad_x is linear in grad_y, so its gradient is linear's own."""
+    packed = random_packed(Q4_K, 7, 256)
+    x, grad_y = random_x((2, 256)).to(device).requires_grad_(), random_x((2, 7)).to(device).requires_grad_()
+    (grad_x,) = torch.autograd.grad(torch_qgemv.linear(x, packed.to(device), Q4_K), x, grad_y, create_graph=True)
+    direction = random_x((2, 256), seed=3).to(device)
+    (back,) = torch.autograd.grad(grad_x, grad_y, direction)
+    torch.testing.assert_close(back.cpu(), direction.cpu() @ dequantized(packed, Q4_K).T)

@@ -1,0 +1,207 @@
+"""Times the product y = x W^T of every contestant, all in turn, and measures how far each is from the exact one."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from statistics import median
+from typing import Any, Protocol
+
+import gguf
+import torch
+from torch.nn import functional as F
+
+from .. import ops
+from .memory import copies_for, repeat
+
+MIN_SAMPLE_NS = 200_000  # calls that are shorter are timed several at once
+MIN_ROUNDS = 5
+REFERENCE_ROWS = 256  # the distinct rows of a weight; the others repeat them
+REFERENCE_TOKENS = 4  # rows of x whose error is measured
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A weight [N, K] to multiply by: `rows`, packed, over and over."""
+
+    quant_type: gguf.GGMLQuantizationType
+    K: int
+    N: int
+    rows: torch.Tensor  # uint8 [at most REFERENCE_ROWS, row_bytes]
+
+    @classmethod
+    def random(cls, quant_type: gguf.GGMLQuantizationType, K: int, N: int, device: str) -> Problem:
+        rows = random_rows(quant_type, K)[:N]
+        return cls(quant_type, K, N, rows.to(device))
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """uint8 [N, row_bytes]."""
+        return tile(self.rows, self.N)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The distinct rows as float32 [n, K]."""
+        return ops.dequantize(self.rows, self.quant_type)
+
+    def __str__(self) -> str:
+        return f"{self.quant_type.name} {self.K}x{self.N}"
+
+
+def half_fields(quant_type: int) -> list[int]:
+    """Byte offsets of the half-precision scales in a block: a NaN there, and only there, makes weights NaN."""
+    _, type_size = gguf.GGML_QUANT_SIZES[quant_type]
+    blocks = torch.zeros(type_size // 2, type_size // 2, dtype=torch.float16)
+    blocks.fill_diagonal_(torch.nan)
+    weights = ops.dequantize(blocks.view(torch.uint8), quant_type)
+    return [2 * field for field in weights.isnan().any(dim=1).nonzero().flatten().tolist()]
+
+
+def random_rows(quant_type: int, K: int, seed: int = 0) -> torch.Tensor:
+    """REFERENCE_ROWS packed rows: random codes, scales of one size and either sign."""
+    block_size, type_size = gguf.GGML_QUANT_SIZES[quant_type]
+    generator = torch.Generator().manual_seed(seed)
+    shape = (REFERENCE_ROWS, K // block_size, type_size)
+    rows = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    for field in half_fields(quant_type):
+        scales = torch.rand(*shape[:2], 1, generator=generator) + 0.5
+        scales *= 0.01 * (2 * torch.randint(2, scales.shape, generator=generator) - 1)
+        rows[..., field : field + 2] = scales.half().view(torch.uint8)
+    return rows.flatten(1)
+
+
+def tile(rows: torch.Tensor, N: int) -> torch.Tensor:
+    """N rows that repeat `rows`."""
+    return rows.repeat(-(-N // len(rows)), 1)[:N]
+
+
+class Contestant(Protocol):
+    """One way to multiply by copies of one weight."""
+
+    name: str
+    group: str  # the fastest of a group is what a ratio is taken to
+    dtype: torch.dtype  # of its x and y
+    weight_bytes: int  # of one copy
+
+    def takes(self, M: int) -> bool:
+        """Whether it can multiply M rows of x."""
+
+    def calls(self, x: torch.Tensor) -> list[Callable[[], Any]]:
+        """The product of x [M, K] with each copy."""
+
+    def difference(self, x: torch.Tensor, tokens: list[int], exact: torch.Tensor) -> torch.Tensor:
+        """y - exact in float64 for rows `tokens` of x and the first outputs; exact: [len(tokens), outputs]."""
+
+
+class Ours:
+    """torch_qgemv.linear, by the best kernels or by those of one instruction set."""
+
+    name = group = "torch_qgemv"
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, isa: str | None, rotate: int, huge: bool):
+        packed = problem.packed
+        self.dtype, self.weight_bytes = dtype, packed.nbytes
+        self.ring = repeat(packed, copies_for(packed.nbytes, rotate), huge)
+        self._quant_type, self._isa = int(problem.quant_type), isa
+
+    def takes(self, M: int) -> bool:
+        return True
+
+    def calls(self, x: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+        return [self._call(x, weight) for weight in self.ring]
+
+    def difference(self, x: torch.Tensor, tokens: list[int], exact: torch.Tensor) -> torch.Tensor:
+        # The bias is added before y is rounded: with -exact as bias, y is the error itself.
+        errors = []
+        for token, expected in zip(tokens, exact, strict=True):
+            bias = torch.zeros(self.ring[0].shape[0], device=x.device)
+            bias[: len(expected)] = -expected.float()
+            y = self._call(x, self.ring[0], bias)()[token, : len(expected)]
+            errors.append(y.double() + (expected.float().double() - expected))
+        return torch.stack(errors)
+
+    def _call(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable:
+        x = x.to(self.dtype)
+        if self._isa is None:
+            return partial(torch.ops.torch_qgemv.linear, x, weight, self._quant_type, bias)
+        return partial(torch.ops.torch_qgemv._linear_isa, x, weight, self._quant_type, bias, self._isa)
+
+
+class Dense:
+    """torch's F.linear with the dequantized weight in `dtype`. Its y is judged as it is, rounded."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, rotate: int, huge: bool):
+        self.name = self.group = dense_name(dtype)
+        self.dtype, self._rows = dtype, problem.matrix.to(dtype)
+        weight = tile(self._rows, problem.N)
+        self.weight_bytes = weight.nbytes
+        self._ring = repeat(weight, copies_for(weight.nbytes, rotate), huge)
+
+    def takes(self, M: int) -> bool:
+        return True
+
+    def calls(self, x: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+        return [partial(F.linear, x.to(self.dtype), weight) for weight in self._ring]
+
+    def difference(self, x: torch.Tensor, tokens: list[int], exact: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(self.dtype), self._rows)[tokens].double() - exact
+
+
+def dense_name(dtype: torch.dtype) -> str:
+    return f"F.linear {str(dtype).removeprefix('torch.')}"
+
+
+@dataclass
+class Times:
+    """What the calls of one contestant took, in microseconds per call."""
+
+    us: list[float]
+
+    @property
+    def minimum(self) -> float:
+        return min(self.us)
+
+    @property
+    def median(self) -> float:
+        return median(self.us)
+
+
+def time_in_turn(
+    calls: dict[str, Iterable[Callable[[], Any]]], seconds: float, synchronize: Callable[[], None]
+) -> dict[str, Times]:
+    """Runs all entries in turn, in random order, for about `seconds`; each goes through its own calls in a circle."""
+    rings = {name: cycle(ring) for name, ring in calls.items()}
+    order, shuffle = list(rings), random.Random(0).shuffle
+
+    def sample(name: str, repeats: int) -> float:
+        batch = list(islice(rings[name], repeats))
+        start = time.perf_counter_ns()
+        for call in batch:
+            call()
+        synchronize()
+        return (time.perf_counter_ns() - start) / repeats
+
+    repeats = {}
+    for name in order:
+        sample(name, 1)  # the first call allocates
+        repeats[name] = max(1, round(MIN_SAMPLE_NS / sample(name, 1)))
+    us = {name: [] for name in order}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(us[order[0]]) < MIN_ROUNDS:
+        shuffle(order)
+        for name in order:
+            us[name].append(sample(name, repeats[name]) / 1e3)
+    return {name: Times(us[name]) for name in calls}
+
+
+def relative_errors(contestants: list[Contestant], x: torch.Tensor, matrix: torch.Tensor) -> Iterator[float]:
+    """The relative L2 error of each against float64, over some rows of x and the weight's distinct rows [n, K]."""
+    M = len(x)
+    tokens = sorted({i * (M - 1) // max(1, REFERENCE_TOKENS - 1) for i in range(REFERENCE_TOKENS)})
+    exact = x[tokens].double() @ matrix.double().T
+    for contestant in contestants:
+        yield (contestant.difference(x, tokens, exact).norm() / exact.norm()).item()
