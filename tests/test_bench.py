@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from formats import HALF_FIELDS, TYPES, random_x, type_size
+from formats import HALF_FIELDS, TYPES, block_size, random_x, type_size
 
 from torch_qgemv import bench
 from torch_qgemv.__main__ import main

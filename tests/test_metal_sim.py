@@ -102,7 +102,8 @@ def test_misaligned_wide_load(load):
 
 
 def test_packed_vectors_need_their_elements_alignment():
-    source = f"kernel void k({Y}, device const uchar* x [[buffer(1)]]) {{ packed_float4 v = *(device const packed_float4*)(x + OFFSET); y[0] = v.y; }}"
+    source = f"""kernel void k({Y}, device const uchar* x [[buffer(1)]]) {{
+      packed_float4 v = *(device const packed_float4*)(x + OFFSET); y[0] = v.y; }}"""
     buffers = [floats(1), torch.zeros(64, dtype=torch.uint8, device="mps")]
     run(source.replace("OFFSET", "4"), buffers=buffers, threads=1)
     assert "needs 4 bytes' alignment" in fault(source.replace("OFFSET", "2"), buffers=buffers, threads=1)
@@ -185,7 +186,8 @@ def test_atomics_do_not_race():
 
 
 def test_threadgroup_arrays_are_apart():
-    source = f"kernel void k({Y}) {{ threadgroup float a[8]; threadgroup float b[8]; a[0] = b[0] = 0; thread int n = y[0]; (&a[0])[n] = 1; }}"
+    source = f"""kernel void k({Y}) {{ threadgroup float a[8]; threadgroup float b[8];
+      a[0] = b[0] = 0; int n = y[0]; (&a[0])[n] = 1; }}"""
     text = fault(source, buffers=[torch.full((1,), 8.0, device="mps")], threads=1)
     assert "past the end of threadgroup variable a (32 bytes)" in text
 

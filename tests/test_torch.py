@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import torch_qgemv
 from torch_qgemv import QuantEmbedding, QuantLinear
+from torch_qgemv._extension import check_torch
 
 ops = torch.ops.torch_qgemv
 Q4_K = TYPES[7]
@@ -121,3 +122,21 @@ def test_double_backward(device):
     direction = random_x((2, 256), seed=3).to(device)
     (back,) = torch.autograd.grad(grad_x, grad_y, direction)
     torch.testing.assert_close(back.cpu(), direction.cpu() @ dequantized(packed, Q4_K).T)
+
+
+@pytest.mark.parametrize(
+    ("built_with", "running", "works"),
+    [
+        ("2.10.0", "2.11.0+cpu", True),
+        ("2.12.1", "2.14.1", True),
+        ("2.11.0", "2.12.0", False),
+        ("2.13.0+cpu", "2.10.0", False),
+        ("2.9.0", "2.9.0", False),
+        ("2.13.0", "2.15.0", False),
+    ],
+)
+def test_import_error_where_the_abi_differs(built_with, running, works):
+    if works:
+        return check_torch(built_with, running)
+    with pytest.raises(ImportError, match=f"compiled against torch .*{running}.*pip install --no-build-isolation"):
+        check_torch(built_with, running)

@@ -63,12 +63,22 @@ inline void interleave_block(const uint8_t* const (&rows)[V::lanes], size_t offs
   constexpr int words = (bytes - first_word - 2 * F::trailing_halves) / 4;
   static_assert(sizeof(panel) == size_t(V::lanes) * bytes, "a panel is a permutation of its blocks");
   uint8_t* out = (uint8_t*)&panel;
-  auto halves = [&](int from, int to) {
-    for (int o = from; o < to; o += 2) QGEMV_UNROLL_BLOCK(16)
-    for (int r = 0; r < V::lanes; ++r) memcpy(out + V::lanes * o + 2 * r, rows[r] + offset + o, 2);
+  uint32_t four[4][V::lanes];
+  auto halves = [&](const uint32_t (&word)[V::lanes], int shift, int o) {  // one half of each row's word to byte o
+    uint16_t half[V::lanes];
+    for (int r = 0; r < V::lanes; ++r) half[r] = uint16_t(word[r] >> shift);
+    memcpy(out + V::lanes * o, half, sizeof half);
   };
-  halves(0, first_word);
-  halves(first_word + 4 * words, bytes);
+  if (F::leading_halves > 0) {
+    V::interleave_words(rows, offset, four);
+    halves(four[0], 0, 0);
+    if (F::leading_halves == 2) halves(four[0], 16, 2);
+  }
+  if (F::trailing_halves > 0) {
+    V::interleave_words(rows, offset + bytes - 16, four);
+    if (F::trailing_halves == 2) halves(four[3], 0, bytes - 4);
+    halves(four[3], 16, bytes - 2);
+  }
   auto* word_rows = (uint32_t (*)[V::lanes])(out + V::lanes * first_word);
   QGEMV_UNROLL_BLOCK(16)
   for (int i = 0; i < words; i += 4) {

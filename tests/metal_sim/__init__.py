@@ -23,8 +23,22 @@ from .build import build_launcher, build_runtime
 from .kernels import compile_metal
 from .toolchain import ZIGLANG, CompileError, Unavailable
 
-__all__ = "ZIGLANG Binding CompileError Dispatch Unavailable build clear counters dispatches install install_or_skip".split()
-__all__ += "launch load without_selectors".split()
+__all__ = [
+    "ZIGLANG",
+    "Binding",
+    "CompileError",
+    "Dispatch",
+    "Unavailable",
+    "build",
+    "clear",
+    "counters",
+    "dispatches",
+    "install",
+    "install_or_skip",
+    "launch",
+    "load",
+    "without_selectors",
+]
 
 _NAME = "metal_sim_runtime"
 
@@ -152,7 +166,9 @@ def without_selectors(*names: str):
             runtime.hide_selector(name, False)
 
 
-def launch(source: str, kernel: str, buffers, groups=None, threads=32, *, grid=None, threadgroup_memory=None, **options):
+def launch(
+    source: str, kernel: str, buffers, groups=None, threads=32, *, grid=None, threadgroup_memory=None, **options
+):
     """Runs one kernel of a Metal source on MPS tensors, as torch.mps.compile_shader would: for tests of kernels.
 
     buffers: a list of tensors, or {argument index: tensor}; bound with their storage offset. groups: threadgroups, or
@@ -165,10 +181,8 @@ def launch(source: str, kernel: str, buffers, groups=None, threads=32, *, grid=N
         return [*n, *[1] * (3 - len(n))]
 
     threads = extent(threads)
-    grid = extent(grid) if grid is not None else [g * t for g, t in zip(extent(groups or 1), threads)]
+    grid = extent(grid) if grid is not None else [g * t for g, t in zip(extent(groups or 1), threads, strict=True)]
     buffers = buffers if isinstance(buffers, dict) else dict(enumerate(buffers))
-    where = {
-        i: (t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size()) for i, t in buffers.items()
-    }
+    where = {i: (t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size()) for i, t in buffers.items()}
     path = compile_metal(source, **options)
     runtime.launch(path, kernel, where, grid, threads, threadgroup_memory or {})

@@ -17,7 +17,14 @@ FLAGS = [
     *("-ffp-contract=off", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
     *("-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern", "-fno-vectorize", "-fno-slp-vectorize"),
     "-fno-optimize-sibling-calls",  # return addresses name the kernel's lines
-    *("-Wall", "-Wno-unused", "-Wno-unknown-attributes", "-Wno-user-defined-literals", "-Wno-reserved-user-defined-literal", "-Wno-main"),
+    *(
+        "-Wall",
+        "-Wno-unused",
+        "-Wno-unknown-attributes",
+        "-Wno-user-defined-literals",
+        "-Wno-reserved-user-defined-literal",
+        "-Wno-main",
+    ),
     # Every load and store calls the simulator (runtime/sanitizer.cpp), which knows what is bound.
     *("-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0"),
     *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-stack=0", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1"),
@@ -60,7 +67,9 @@ def compile_metal(
     asked = repr((source, sorted((macros or {}).items()), language_version, constants))
     digest = toolchain.digest(asked, *clang.compiler, *(p.read_text() for p in made_by))
     library = toolchain.cache_dir() / f"kernels_{digest}.so"
-    return str(toolchain.make(library, lambda out: _build(clang, source, macros or {}, language_version, constants, out)))
+    return str(
+        toolchain.make(library, lambda out: _build(clang, source, macros or {}, language_version, constants, out))
+    )
 
 
 def _build(clang: toolchain.Clang, source: str, macros, language_version, constants, out: Path):

@@ -9,12 +9,22 @@ The text has already been through the preprocessor, so macros that make kernels 
 
 import re
 
-IDS = (
-    "thread_index_in_simdgroup simdgroup_index_in_threadgroup thread_index_in_threadgroup simdgroups_per_threadgroup "
-    "dispatch_simdgroups_per_threadgroup threads_per_simdgroup thread_execution_width threadgroup_position_in_grid "
-    "thread_position_in_threadgroup thread_position_in_grid threads_per_threadgroup dispatch_threads_per_threadgroup "
-    "threadgroups_per_grid threads_per_grid"
-).split()
+IDS = (  # runtime/kernel_abi.h has the same
+    "thread_index_in_simdgroup",
+    "simdgroup_index_in_threadgroup",
+    "thread_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "dispatch_simdgroups_per_threadgroup",
+    "threads_per_simdgroup",
+    "thread_execution_width",
+    "threadgroup_position_in_grid",
+    "thread_position_in_threadgroup",
+    "thread_position_in_grid",
+    "threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup",
+    "threadgroups_per_grid",
+    "threads_per_grid",
+)
 
 ATTRIBUTE = re.compile(r"\[\[(.*?)\]\]", re.S)
 KERNEL = re.compile(r"(?:\bkernel|\[\[\s*kernel\s*\]\])\s+void\s+(\w+)\s*\(")
@@ -68,7 +78,8 @@ def translate(source: str, constants: dict[int | str, tuple[str, str]] | None = 
             edits.append((*match.span(), ""))
     edits += _shared_variables(source)
     edits += [
-        (*match.span(), f"::metal::make_vector<::metal::vec<{match[1]}>>(") for match in VECTOR_CONSTRUCTOR.finditer(source)
+        (*match.span(), f"::metal::make_vector<::metal::vec<{match[1]}>>(")
+        for match in VECTOR_CONSTRUCTOR.finditer(source)
     ]
 
     for begin, end, text in sorted(edits, reverse=True):
@@ -80,12 +91,14 @@ def _specialise(source: str, constants) -> str:
     declared = {}
     for match in FUNCTION_CONSTANT.finditer(source):
         if not match["index"].isdigit():
-            raise TranslationError(f"function constant {match['name']}: the index must be a number, not {match['index']}")
+            raise TranslationError(
+                f"function constant {match['name']}: the index must be a number, not {match['index']}"
+            )
         declared[match["name"]] = (match["type"], int(match["index"]))
     if not declared:
         return source
     if constants is None:
-        source += f"\nstatic const bool msl_specialise = (msl_needs_constants(\"{', '.join(declared)}\"), true);\n"
+        source += f'\nstatic const bool msl_specialise = (msl_needs_constants("{", ".join(declared)}"), true);\n'
     for name, (kind, index) in declared.items():
         given = (constants or {}).get(index) or (constants or {}).get(name)
         optional = re.search(IS_DEFINED.format(name), source)
@@ -95,8 +108,8 @@ def _specialise(source: str, constants) -> str:
             raise TranslationError(f"function constant {name} is of type {kind}, its value of type {given[0]}")
         source = re.sub(IS_DEFINED.format(name), str(given is not None).lower(), source)
         value = given[1] if given is not None else f"{kind}()"
-        declaration = f"constant {kind} {name} = {value};"
-        source = FUNCTION_CONSTANT.sub(lambda m: declaration if m["name"] == name else m[0], source)
+        match = next(m for m in FUNCTION_CONSTANT.finditer(source) if m["name"] == name)
+        source = f"{source[: match.start()]}constant {kind} {name} = {value};{source[match.end() :]}"
     return source
 
 
@@ -109,7 +122,9 @@ def _shared_variables(source: str) -> list[tuple[int, int, str]]:
         variable = THREADGROUP_VARIABLE.match(source, match.start())
         if not variable:
             statement = " ".join(source[match.start() : match.start() + 80].split())
-            raise TranslationError(f"not a threadgroup variable or pointer as the simulator understands it: {statement}")
+            raise TranslationError(
+                f"not a threadgroup variable or pointer as the simulator understands it: {statement}"
+            )
         kind = variable["type"] + (variable["array"] or "")
         name = variable["name"]
         edits.append((*variable.span(), f'auto& {name} = ::msl_shared<{kind}, {number}>("{name}");'))

@@ -11,18 +11,25 @@ MSL_INLINE P msl_argument(MslParameter p, const MslLane* lane) {
   } else {
     const uint* n = lane->ids[p.index];
     using E = metal::element_t<P>;
-    if constexpr (metal::vector_traits<P>::size == 3) return P{(E)n[0], (E)n[1], (E)n[2]};
-    else if constexpr (metal::vector_traits<P>::size == 2) return P{(E)n[0], (E)n[1]};
-    else return (P)n[0];
+    if constexpr (metal::vector_traits<P>::size == 3)
+      return P{(E)n[0], (E)n[1], (E)n[2]};
+    else if constexpr (metal::vector_traits<P>::size == 2)
+      return P{(E)n[0], (E)n[1]};
+    else
+      return (P)n[0];
   }
 }
 
-template <typename T, T... I> struct msl_sequence {};
+template <typename T, T... I>
+struct msl_sequence {};
 
-template <auto fn> struct MslEntry;
-template <typename... P, void (*fn)(P...)> struct MslEntry<fn> {
+template <auto fn>
+struct MslEntry;
+template <typename... P, void (*fn)(P...)>
+struct MslEntry<fn> {
   static constexpr int parameter_count = sizeof...(P);
-  template <int... I> static void call(const MslLane* lane, msl_sequence<int, I...>) {
+  template <int... I>
+  static void call(const MslLane* lane, msl_sequence<int, I...>) {
     fn(msl_argument<P>(lane->parameters[I], lane)...);
   }
   // The lane's arguments are not the kernel's memory, hence no checks here.
@@ -37,13 +44,15 @@ bool msl_add(const char* name, const MslParameter (&parameters)[count]) {
   msl_register({name, &MslEntry<fn>::run, parameters, count});
   return true;
 }
-template <auto fn> bool msl_add(const char* name) {  // a kernel without parameters
+template <auto fn>
+bool msl_add(const char* name) {  // a kernel without parameters
   msl_register({name, &MslEntry<fn>::run, nullptr, 0});
   return true;
 }
 
 // A variable in threadgroup memory. The tag's address is its key.
-template <typename T, int id> __attribute__((noinline)) T& msl_shared(const char* name) {
+template <typename T, int id>
+__attribute__((noinline)) T& msl_shared(const char* name) {
   static const char tag = 0;
   return *(T*)msl_threadgroup_variable(&tag, name, sizeof(T), alignof(T), __builtin_return_address(0));
 }

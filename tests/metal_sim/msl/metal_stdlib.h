@@ -43,15 +43,16 @@ typedef __bf16 bfloat;
 
 constexpr half operator""h(long double x) { return (half)x; }
 constexpr half operator""h(unsigned long long x) { return (half)x; }
-constexpr bfloat operator""bf(long double x) { return (bfloat)(float)x; }
+constexpr bfloat operator"" bf(long double x) { return (bfloat)(float)x; }
 
+// In the order of their needs; constructors.h is last, for its macros float4(...) and the like hide
+// the types' names where a bracket follows.
 #include "type_traits.h"
 #include "vectors.h"
 #include "math.h"
 #include "simdgroup.h"
 #include "simdgroup_matrix.h"
 #include "atomics.h"
-// Last, for its macros float4(...) and the like hide the types' names where a bracket follows.
 #include "constructors.h"
 
 using metal::as_type;

@@ -5,13 +5,15 @@
 
 namespace metal {
 
-template <typename T> MSL_INLINE MslSlot to_slot(T v) {
+template <typename T>
+MSL_INLINE MslSlot to_slot(T v) {
   static_assert(sizeof(T) <= sizeof(MslSlot), "too large for a SIMD-group operation");
   MslSlot slot = {};
   __builtin_memcpy(&slot, &v, sizeof(T));
   return slot;
 }
-template <typename T> MSL_UNCHECKED T from_slot(const MslSlot& slot) {
+template <typename T>
+MSL_UNCHECKED T from_slot(const MslSlot& slot) {
   T v;
   __builtin_memcpy(&v, &slot, sizeof(T));
   return v;
@@ -33,30 +35,42 @@ MSL_UNCHECKED T reduce(T v, const char* name, int line, void* place, Fn fn) {
   return all[0];
 }
 
-#define MSL_REDUCTION(name, expression)                                              \
-  template <typename T> MSL_UNCHECKED T name(T v, int line = __builtin_LINE()) {     \
+#define MSL_REDUCTION(name, expression)                                               \
+  template <typename T>                                                               \
+  MSL_UNCHECKED T name(T v, int line = __builtin_LINE()) {                            \
     return reduce(v, #name, line, MSL_PLACE, [](T a, T b) { return T(expression); }); \
   }
-MSL_REDUCTION(simd_sum, a + b) MSL_REDUCTION(simd_product, a * b) MSL_REDUCTION(simd_max, max(a, b))
-MSL_REDUCTION(simd_min, min(a, b)) MSL_REDUCTION(simd_and, a & b) MSL_REDUCTION(simd_or, a | b)
+MSL_REDUCTION(simd_sum, a + b)
+MSL_REDUCTION(simd_product, a* b)
+MSL_REDUCTION(simd_max, max(a, b))
+MSL_REDUCTION(simd_min, min(a, b))
+MSL_REDUCTION(simd_and, a& b)
+MSL_REDUCTION(simd_or, a | b)
 MSL_REDUCTION(simd_xor, a ^ b)
 #undef MSL_REDUCTION
 
 // `from` is the lane whose value this one gets; past the last lane, MSL leaves a lane its own value.
-#define MSL_SHUFFLE(name, from)                                                                \
-  template <typename T> MSL_UNCHECKED T name(T v, ushort n, int line = __builtin_LINE()) {     \
-    const MslSlot* slots = msl_gather(to_slot(v), #name, line, MSL_PLACE);                     \
-    const uint lane = msl_lane(), source = (from);                                             \
-    return from_slot<T>(slots[source < 32 ? source : lane]);                                   \
+#define MSL_SHUFFLE(name, from)                                            \
+  template <typename T>                                                    \
+  MSL_UNCHECKED T name(T v, ushort n, int line = __builtin_LINE()) {       \
+    const MslSlot* slots = msl_gather(to_slot(v), #name, line, MSL_PLACE); \
+    const uint lane = msl_lane(), source = (from);                         \
+    return from_slot<T>(slots[source < 32 ? source : lane]);               \
   }
-MSL_SHUFFLE(simd_shuffle, n) MSL_SHUFFLE(simd_shuffle_xor, lane ^ n) MSL_SHUFFLE(simd_shuffle_down, lane + n)
-MSL_SHUFFLE(simd_shuffle_up, lane - n) MSL_SHUFFLE(simd_shuffle_rotate_down, (lane + n) % 32)
-MSL_SHUFFLE(simd_shuffle_rotate_up, (lane + 32 - n % 32) % 32) MSL_SHUFFLE(simd_broadcast, n)
-MSL_SHUFFLE(quad_shuffle, lane / 4 * 4 + n % 4) MSL_SHUFFLE(quad_shuffle_xor, lane ^ (n & 3))
+MSL_SHUFFLE(simd_shuffle, n)
+MSL_SHUFFLE(simd_shuffle_xor, lane ^ n)
+MSL_SHUFFLE(simd_shuffle_down, lane + n)
+MSL_SHUFFLE(simd_shuffle_up, lane - n)
+MSL_SHUFFLE(simd_shuffle_rotate_down, (lane + n) % 32)
+MSL_SHUFFLE(simd_shuffle_rotate_up, (lane + 32 - n % 32) % 32)
+MSL_SHUFFLE(simd_broadcast, n)
+MSL_SHUFFLE(quad_shuffle, lane / 4 * 4 + n % 4)
+MSL_SHUFFLE(quad_shuffle_xor, lane ^ (n & 3))
 MSL_SHUFFLE(quad_broadcast, lane / 4 * 4 + n % 4)
 #undef MSL_SHUFFLE
 
-template <typename T> MSL_UNCHECKED T simd_broadcast_first(T v, int line = __builtin_LINE()) {
+template <typename T>
+MSL_UNCHECKED T simd_broadcast_first(T v, int line = __builtin_LINE()) {
   return from_slot<T>(msl_gather(to_slot(v), "simd_broadcast_first", line, MSL_PLACE)[0]);
 }
 
@@ -67,10 +81,12 @@ MSL_UNCHECKED T prefix_sum(T v, const char* name, int line, void* place) {
   for (uint i = 0; i < msl_lane() + inclusive; ++i) sum = T(sum + from_slot<T>(slots[i]));
   return sum;
 }
-template <typename T> MSL_UNCHECKED T simd_prefix_inclusive_sum(T v, int line = __builtin_LINE()) {
+template <typename T>
+MSL_UNCHECKED T simd_prefix_inclusive_sum(T v, int line = __builtin_LINE()) {
   return prefix_sum<T, true>(v, "simd_prefix_inclusive_sum", line, MSL_PLACE);
 }
-template <typename T> MSL_UNCHECKED T simd_prefix_exclusive_sum(T v, int line = __builtin_LINE()) {
+template <typename T>
+MSL_UNCHECKED T simd_prefix_exclusive_sum(T v, int line = __builtin_LINE()) {
   return prefix_sum<T, false>(v, "simd_prefix_exclusive_sum", line, MSL_PLACE);
 }
 
@@ -82,8 +98,14 @@ MSL_UNCHECKED bool simd_all(bool v, int line = __builtin_LINE()) {
 }
 MSL_INLINE bool simd_is_first() { return msl_lane() == 0; }
 
-enum class mem_flags { mem_none = 0, mem_device = msl_device_flag, mem_threadgroup = msl_threadgroup_flag,
-                       mem_texture = 4, mem_threadgroup_imageblock = 8, mem_object_data = 16 };
+enum class mem_flags {
+  mem_none = 0,
+  mem_device = msl_device_flag,
+  mem_threadgroup = msl_threadgroup_flag,
+  mem_texture = 4,
+  mem_threadgroup_imageblock = 8,
+  mem_object_data = 16
+};
 constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags((int)a | (int)b); }
 
 MSL_UNCHECKED void threadgroup_barrier(mem_flags flags, int line = __builtin_LINE()) {

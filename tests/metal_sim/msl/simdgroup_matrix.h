@@ -7,10 +7,12 @@ namespace metal {
 // public kernels (MLX's steel) rely on: elements (row, column) and (row, column + 1).
 struct msl_matrix_place {
   uint row, column;
-  explicit msl_matrix_place(uint lane) : row((lane / 16) * 4 + lane / 2 % 4), column((lane / 8 % 2) * 4 + lane % 2 * 2) {}
+  explicit msl_matrix_place(uint lane)
+      : row((lane / 16) * 4 + lane / 2 % 4), column((lane / 8 % 2) * 4 + lane % 2 * 2) {}
 };
 
-template <typename T, int rows = 8, int columns = 8> struct simdgroup_matrix {
+template <typename T, int rows = 8, int columns = 8>
+struct simdgroup_matrix {
   static_assert(rows == 8 && columns == 8, "MSL has 8x8 matrices");
   static_assert(is_floating_point_v<T>, "of half, bfloat or float");
   using storage_type = vec<T, 2>;
@@ -64,15 +66,15 @@ MSL_INLINE void simdgroup_load(simdgroup_matrix<M>& m, const T* from, ulong elem
   for (uint i = 0; i < 2; ++i) m.elements[i] = *msl_matrix_element(from, elements_per_row, origin, transposed, i);
 }
 template <typename T, typename M>
-MSL_INLINE void simdgroup_store(simdgroup_matrix<M> m, T* to, ulong elements_per_row = 8,
-                                ulong2 origin = ulong2{0, 0}, bool transposed = false, int line = __builtin_LINE()) {
+MSL_INLINE void simdgroup_store(simdgroup_matrix<M> m, T* to, ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0},
+                                bool transposed = false, int line = __builtin_LINE()) {
   static_assert(is_same_v<T, M>, "simdgroup_store does not convert");
   msl_matrix_memory(to, elements_per_row, "simdgroup_store", line);
   for (uint i = 0; i < 2; ++i) *msl_matrix_element(to, elements_per_row, origin, transposed, i) = m.elements[i];
 }
 
-template <typename T> MSL_UNCHECKED void msl_gather_matrix(const simdgroup_matrix<T>& m, const MslSlot* slots, int word,
-                                                           float (&all)[8][8]) {
+template <typename T>
+MSL_UNCHECKED void msl_gather_matrix(const simdgroup_matrix<T>& m, const MslSlot* slots, int word, float (&all)[8][8]) {
   for (uint lane = 0; lane < 32; ++lane) {
     const msl_matrix_place at(lane);
     vec<T, 2> two;

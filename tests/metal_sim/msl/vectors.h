@@ -1,29 +1,45 @@
 // Vector types. clang's extended vectors have MSL's swizzles, arithmetic and layout.
 #pragma once
 
-#define MSL_VECTORS(T)                                   \
-  typedef T T##2 __attribute__((ext_vector_type(2)));    \
-  typedef T T##3 __attribute__((ext_vector_type(3)));    \
+#define MSL_VECTORS(T)                                \
+  typedef T T##2 __attribute__((ext_vector_type(2))); \
+  typedef T T##3 __attribute__((ext_vector_type(3))); \
   typedef T T##4 __attribute__((ext_vector_type(4)));
-MSL_VECTORS(bool) MSL_VECTORS(char) MSL_VECTORS(uchar) MSL_VECTORS(short) MSL_VECTORS(ushort) MSL_VECTORS(int)
-MSL_VECTORS(uint) MSL_VECTORS(long) MSL_VECTORS(ulong) MSL_VECTORS(half) MSL_VECTORS(bfloat) MSL_VECTORS(float)
+MSL_VECTORS(bool)
+MSL_VECTORS(char)
+MSL_VECTORS(uchar)
+MSL_VECTORS(short)
+MSL_VECTORS(ushort)
+MSL_VECTORS(int)
+MSL_VECTORS(uint)
+MSL_VECTORS(long)
+MSL_VECTORS(ulong)
+MSL_VECTORS(half)
+MSL_VECTORS(bfloat)
+MSL_VECTORS(float)
 #undef MSL_VECTORS
 
 namespace metal {
 
-template <typename T, int N> using vec = T __attribute__((ext_vector_type(N)));
+template <typename T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
 
-template <typename T> struct vector_traits {
+template <typename T>
+struct vector_traits {
   static constexpr int size = 0;
   using element = T;
 };
-template <typename T, int N> struct vector_traits<T __attribute__((ext_vector_type(N)))> {
+template <typename T, int N>
+struct vector_traits<T __attribute__((ext_vector_type(N)))> {
   static constexpr int size = N;
   using element = T;
 };
-template <typename T> struct vector_traits<const T> : vector_traits<T> {};
-template <typename T> constexpr bool is_vector = vector_traits<T>::size != 0;
-template <typename T> using element_t = typename vector_traits<T>::element;
+template <typename T>
+struct vector_traits<const T> : vector_traits<T> {};
+template <typename T>
+constexpr bool is_vector = vector_traits<T>::size != 0;
+template <typename T>
+using element_t = typename vector_traits<T>::element;
 
 // float4(a), float4(a, b, c, d), float4(float2, float2), float4(half4): the arguments' components in order.
 template <typename V, typename... Parts>
@@ -57,7 +73,8 @@ MSL_INLINE To as_type(From from) {
 }
 
 // Three elements in the space of three; a vector of three takes that of four.
-template <typename T> struct packed3 {
+template <typename T>
+struct packed3 {
   T x, y, z;
   packed3() = default;
   packed3(vec<T, 3> v) : x(v.x), y(v.y), z(v.z) {}
@@ -67,7 +84,8 @@ template <typename T> struct packed3 {
   T operator[](int i) const { return (&x)[i]; }
 };
 
-template <typename T, int columns, int rows> struct matrix {
+template <typename T, int columns, int rows>
+struct matrix {
   vec<T, rows> column[columns];
   vec<T, rows>& operator[](int i) { return column[i]; }
   const vec<T, rows>& operator[](int i) const { return column[i]; }
@@ -80,8 +98,15 @@ template <typename T, int columns, int rows> struct matrix {
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
   typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(sizeof(T)))); \
   typedef metal::packed3<T> packed_##T##3;
-MSL_PACKED(char) MSL_PACKED(uchar) MSL_PACKED(short) MSL_PACKED(ushort) MSL_PACKED(int) MSL_PACKED(uint)
-MSL_PACKED(half) MSL_PACKED(bfloat) MSL_PACKED(float)
+MSL_PACKED(char)
+MSL_PACKED(uchar)
+MSL_PACKED(short)
+MSL_PACKED(ushort)
+MSL_PACKED(int)
+MSL_PACKED(uint)
+MSL_PACKED(half)
+MSL_PACKED(bfloat)
+MSL_PACKED(float)
 #undef MSL_PACKED
 
 typedef metal::matrix<float, 2, 4> float2x4;

@@ -1,11 +1,13 @@
 // The MPS backend of PyTorch on the simulated device: allocation, tensors, and the hooks that torch.mps asks.
 #include "backend.h"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/MPSHooksInterface.h>
-#include <ATen/native/TensorFactories.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/strides.h>
 #include <torch/library.h>
+
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -35,8 +37,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                 std::optional<at::Device> device, std::optional<bool> pin,
-                 std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   at::Tensor t = empty_strided(size, c10::contiguous_strides(size), dtype, layout, device, pin);
   if (format) t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   return t;

@@ -1,6 +1,7 @@
 // MPS tensors of the simulated device. Their memory is host memory.
 #pragma once
 #include <ATen/core/Tensor.h>
+
 #include "metal.h"
 
 namespace metal_sim {

@@ -1,8 +1,12 @@
 // Every operator without a kernel for MPS runs PyTorch's CPU kernel, in place on the MPS tensors' memory.
-#include <ATen/ATen.h>
+#include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
+
 #include <limits>
+
 #include "backend.h"
 
 namespace metal_sim {
@@ -55,9 +59,9 @@ class CpuCall {
       if (mps_storage.is_alias_of(storage)) return cpu_storage;
     }
     c10::DataPtr bytes(buffer_of(storage)->data, c10::Device(c10::kCPU));
-    c10::Storage cpu = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), storage.nbytes(), std::move(bytes), c10::GetAllocator(c10::kCPU),
-        /*resizable=*/true);
+    c10::Storage cpu = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                                             std::move(bytes), c10::GetAllocator(c10::kCPU),
+                                                             /*resizable=*/true);
     storages_.push_back({storage, cpu});
     return cpu;
   }
@@ -122,12 +126,12 @@ const char* const convolution = "aten::convolution";
 
 // The composite operator asks for a choice of algorithm by device type, of which only MPS builds have one for MPS.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const std::optional<at::Tensor>& mask_in, double dropout, bool causal,
-                     std::optional<double> scale, bool grouped) {
+                     const std::optional<at::Tensor>& mask_in, double dropout, bool causal, std::optional<double> scale,
+                     bool grouped) {
   std::optional<at::Tensor> mask = mask_in;
   if (mask && mask->scalar_type() == at::kBool) {
-    mask = at::zeros_like(*mask, q.options())
-               .masked_fill(mask->logical_not(), -std::numeric_limits<double>::infinity());
+    mask =
+        at::zeros_like(*mask, q.options()).masked_fill(mask->logical_not(), -std::numeric_limits<double>::infinity());
   }
   return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, {}, scale, grouped));
 }

@@ -1,4 +1,5 @@
 #include "encoder.h"
+
 #include <mutex>
 #include <utility>
 
@@ -125,19 +126,24 @@ void dispatch_threads(Encoder* self, S*, Size grid_in, Size threads_in) {
   dispatch(self, grid, groups, threads);
 }
 
-const ClassObject encoder_class("MTLComputeCommandEncoder", {
-    method("setComputePipelineState:", &set_pipeline),
-    method("setBuffer:offset:atIndex:", &set_buffer),
-    method("setBytes:length:atIndex:", &set_bytes),
-    method("setThreadgroupMemoryLength:atIndex:", &set_threadgroup_memory),
-    method("dispatchThreadgroups:threadsPerThreadgroup:", &dispatch_threadgroups),
-    method("dispatchThreads:threadsPerThreadgroup:", &dispatch_threads),
-    method("pushDebugGroup:", +[](Encoder*, S*, Object*) {}),
-    method("popDebugGroup", +[](Encoder*, S*) {}),
-    method("endEncoding", +[](Encoder*, S*) {
-      throw Fault("endEncoding: the encoder is PyTorch's, which goes on using it");
-    }),
-});
+const ClassObject encoder_class("MTLComputeCommandEncoder",
+                                {
+                                    method("setComputePipelineState:", &set_pipeline),
+                                    method("setBuffer:offset:atIndex:", &set_buffer),
+                                    method("setBytes:length:atIndex:", &set_bytes),
+                                    method("setThreadgroupMemoryLength:atIndex:", &set_threadgroup_memory),
+                                    method("dispatchThreadgroups:threadsPerThreadgroup:", &dispatch_threadgroups),
+                                    method("dispatchThreads:threadsPerThreadgroup:", &dispatch_threads),
+                                    method(
+                                        "pushDebugGroup:", +[](Encoder*, S*, Object*) {}),
+                                    method(
+                                        "popDebugGroup", +[](Encoder*, S*) {}),
+                                    method(
+                                        "endEncoding",
+                                        +[](Encoder*, S*) {
+                                          throw Fault("endEncoding: the encoder is PyTorch's, which goes on using it");
+                                        }),
+                                });
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <map>
 #include <string>
+
 #include "objc.h"
 
 namespace metal_sim {

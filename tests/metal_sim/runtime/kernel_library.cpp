@@ -1,10 +1,13 @@
 #include "kernel_library.h"
+
 #include <dlfcn.h>
 #include <link.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <memory>
+
 #include "fault.h"
 
 namespace metal_sim {

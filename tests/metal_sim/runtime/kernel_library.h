@@ -3,6 +3,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+
 #include "kernel_abi.h"
 
 namespace metal_sim {

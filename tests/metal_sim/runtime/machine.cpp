@@ -1,16 +1,13 @@
 #include "machine.h"
-#include <setjmp.h>
-#include <sys/mman.h>
-#include <ucontext.h>
+
 #include <cstring>
 #include <memory>
+
+#include "fibers.h"
 #include "memory.h"
 
 namespace metal_sim {
 namespace {
-
-constexpr size_t stack_size = 64 << 10;
-constexpr size_t guard_size = 64 << 10;  // below each stack; a page or more everywhere
 
 // Metal's GPUs flush subnormal floats (but not halves): so do these fibers.
 class FlushSubnormals {
@@ -38,18 +35,10 @@ struct Lane {
   const char* operation;  // what it waits in, and where
   int line;
   void* place;
-  unsigned gathers;         // SIMD-group operations so far
+  unsigned gathers;               // SIMD-group operations so far
   unsigned threadgroup_epoch[2];  // barriers passed that order device memory, threadgroup memory
   unsigned simdgroup_epoch[2];
   MslLane arguments;
-};
-
-// A stack and where to go on with it. A fiber outlives the lanes that use it: it runs one after the other.
-struct Fiber {
-  char* stack = nullptr;
-  bool started = false;
-  ucontext_t context;
-  jmp_buf resume;
 };
 
 struct Exchange {  // values passed between the lanes of a SIMD-group; two sets, used in turn, so that a lane that
@@ -71,17 +60,18 @@ ThreadgroupVariable make_variable(const std::string& name, size_t size) {
   return {name, size, std::move(memory), data};
 }
 
+void run_lane();
+
 // The launch in progress: one at a time, under kernel_code_mutex().
 struct Machine {
   const Launch* launch;
   std::vector<Lane> lanes;
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  Fibers fibers{&run_lane};
   std::vector<Exchange> exchange;  // one per SIMD-group
   Memory memory;
   std::map<int, ThreadgroupVariable> arguments;          // threadgroup memory by argument index
   std::map<const void*, ThreadgroupVariable> variables;  // declared by the kernel
   size_t threadgroup_bytes;
-  jmp_buf scheduler;
   Lane* current = nullptr;
   uint32_t group;  // linear index of the threadgroup
   std::string fault;
@@ -89,30 +79,10 @@ struct Machine {
   size_t index(const Lane* lane) const { return lane - lanes.data(); }
 } machine;
 
-// ---- Fibers --------------------------------------------------------------------------------------------------------
-
-[[noreturn]] void fiber_main() {
-  for (;;) {  // each turn of the loop is another lane's run of the kernel
-    Lane* lane = machine.current;
-    machine.launch->kernel.run(&lane->arguments);
-    lane->state = Lane::done;
-    if (!_setjmp(machine.fibers[machine.index(lane)]->resume)) _longjmp(machine.scheduler, 1);
-  }
-}
-
-void resume(Lane& lane) {
-  Fiber& fiber = *machine.fibers[machine.index(&lane)];
-  machine.current = &lane;
-  if (!_setjmp(machine.scheduler)) {
-    if (fiber.started) _longjmp(fiber.resume, 1);
-    fiber.started = true;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {.ss_sp = fiber.stack, .ss_flags = 0, .ss_size = stack_size};
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, reinterpret_cast<void (*)()>(fiber_main), 0);
-    setcontext(&fiber.context);
-  }
-  machine.current = nullptr;
+void run_lane() {
+  Lane* lane = machine.current;
+  machine.launch->kernel.run(&lane->arguments);
+  lane->state = Lane::done;
 }
 
 void wait(Lane::State state, const char* operation, int line, void* place) {
@@ -121,19 +91,7 @@ void wait(Lane::State state, const char* operation, int line, void* place) {
   lane->operation = operation;
   lane->line = line;
   lane->place = place;
-  if (!_setjmp(machine.fibers[machine.index(lane)]->resume)) _longjmp(machine.scheduler, 1);
-}
-
-void need_fibers(size_t count) {
-  while (machine.fibers.size() < count) {
-    void* memory = mmap(nullptr, guard_size + stack_size, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
-    if (memory == MAP_FAILED) throw Fault("no memory for the threads' stacks");
-    mprotect(memory, guard_size, PROT_NONE);
-    auto fiber = std::make_unique<Fiber>();
-    fiber->stack = static_cast<char*>(memory) + guard_size;
-    machine.fibers.push_back(std::move(fiber));
-  }
+  machine.fibers.pause();
 }
 
 // ---- Scheduling ----------------------------------------------------------------------------------------------------
@@ -180,7 +138,11 @@ void run_threadgroup() {
   for (;;) {
     bool all_done = true;
     for (Lane& lane : lanes) {
-      if (lane.state == Lane::ready) resume(lane);
+      if (lane.state == Lane::ready) {
+        machine.current = &lane;
+        machine.fibers.resume(machine.index(&lane));
+        machine.current = nullptr;
+      }
       if (!machine.fault.empty()) throw Fault(machine.fault);
       all_done &= lane.state == Lane::done;
     }
@@ -226,8 +188,8 @@ void set_up_memory(const Launch& launch) {
   for (auto& [index, b] : launch.buffers) {
     if (!b.data) continue;
     const bool writable = !b.constant && writes_buffer(launch.kernel, index);
-    m.memory.add({Region::device, "buffer " + std::to_string(index), uintptr_t(b.data), uintptr_t(b.data) + b.size,
-                  writable});
+    m.memory.add(
+        {Region::device, "buffer " + std::to_string(index), uintptr_t(b.data), uintptr_t(b.data) + b.size, writable});
   }
   for (auto& [index, size] : launch.threadgroup_memory) {
     use_threadgroup_memory(size);
@@ -299,7 +261,7 @@ void fault_at(const std::string& what, const std::string& position) {
   machine.fault = kernel_text() + ", thread " + std::to_string(machine.index(machine.current)) + " of threadgroup (" +
                   std::to_string(g[0]) + ", " + std::to_string(g[1]) + ", " + std::to_string(g[2]) + "): " + what +
                   position;
-  _longjmp(machine.scheduler, 1);
+  machine.fibers.abandon();
 }
 
 void fault(const std::string& what, void* place) { fault_at(what, source_position(place)); }
@@ -311,7 +273,7 @@ void access(void* pointer, size_t size, bool write, bool atomic, void* place) {
   if (!lane) return;  // initialisers run while the library is loaded
   const uintptr_t address = uintptr_t(pointer);
   const size_t index = machine.index(lane);
-  if (address - uintptr_t(machine.fibers[index]->stack) < stack_size) return;
+  if (machine.fibers.on_stack(index, address)) return;
   auto owner = [&](int memory) {
     return Owner{machine.group, uint16_t(index), uint16_t(lane->simdgroup_epoch[memory]),
                  lane->threadgroup_epoch[memory]};
@@ -330,7 +292,7 @@ void run(const Launch& launch) {
   const unsigned count = launch.threads[0] * launch.threads[1] * launch.threads[2];
   Extent groups;
   for (int d = 0; d < 3; ++d) groups[d] = (uint64_t(launch.grid[d]) + launch.threads[d] - 1) / launch.threads[d];
-  need_fibers(count);
+  m.fibers.provide(count);
   m.lanes.resize(count);
   m.exchange.assign((count + simd_width - 1) / simd_width, {});
   set_up_memory(launch);
@@ -339,7 +301,7 @@ void run(const Launch& launch) {
     bool finished = false;
     ~Abandon() {
       if (finished) return;
-      for (auto& fiber : machine.fibers) fiber->started = false;
+      machine.fibers.forget();
     }
   } abandon;
 

@@ -3,6 +3,7 @@
 #include <array>
 #include <map>
 #include <vector>
+
 #include "fault.h"
 #include "kernel_library.h"
 

@@ -108,8 +108,8 @@ std::string Memory::describe(uintptr_t address) const {
   if (address >= nearest->begin && address < nearest->end) {
     return std::to_string(address - nearest->begin) + " bytes into " + name;
   }
-  return std::to_string(distance(*nearest)) + (address < nearest->begin ? " bytes before " : " bytes past the end of ") +
-         name;
+  return std::to_string(distance(*nearest)) +
+         (address < nearest->begin ? " bytes before " : " bytes past the end of ") + name;
 }
 
 }  // namespace metal_sim

@@ -1,11 +1,14 @@
 #include "objc.h"
+
 #include <unwind.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
+
 #include "fault.h"
 #include "foundation.h"
 
@@ -25,14 +28,21 @@ const std::unordered_map<std::string_view, Method>& root_methods() {
   static const auto* map = [] {
     auto* methods = new std::unordered_map<std::string_view, Method>;
     for (const Method& m : {
-             method("retain", +[](Object* self, Selector*) { return retain(self); }),
-             method("release", +[](Object* self, Selector*) { release(self); }),
-             method("autorelease", +[](Object* self, Selector*) { return autorelease(self); }),
-             method("init", +[](Object* self, Selector*) { return self; }),
-             method("retainCount", +[](Object* self, Selector*) { return uint64_t(self->references); }),
-             method("respondsToSelector:", +[](Object* self, Selector*, Selector* asked) -> signed char {
-               return self->isa->find(asked->name) != nullptr;
-             }),
+             method(
+                 "retain", +[](Object* self, Selector*) { return retain(self); }),
+             method(
+                 "release", +[](Object* self, Selector*) { release(self); }),
+             method(
+                 "autorelease", +[](Object* self, Selector*) { return autorelease(self); }),
+             method(
+                 "init", +[](Object* self, Selector*) { return self; }),
+             method(
+                 "retainCount", +[](Object* self, Selector*) { return uint64_t(self->references); }),
+             method(
+                 "respondsToSelector:",
+                 +[](Object* self, Selector*, Selector* asked) -> signed char {
+                   return self->isa->find(asked->name) != nullptr;
+                 }),
          }) {
       methods->emplace(m.name, m);
     }
@@ -48,17 +58,24 @@ struct AutoreleasePool : Object {
 thread_local std::vector<AutoreleasePool*> pools;  // they nest
 
 const ClassObject& autorelease_pool() {
-  static const ClassObject meta("NSAutoreleasePool class", {
-      method("alloc", +[](Object*, Selector*) -> Object* { return new AutoreleasePool; }),
-      method("new", +[](Object*, Selector*) -> Object* { return new AutoreleasePool; }),
-  });
-  static const ClassObject c("NSAutoreleasePool", meta, {
-      method("drain", +[](AutoreleasePool* self, Selector*) {
-        const auto place = std::find(pools.begin(), pools.end(), self);
-        if (place == pools.end()) throw Fault("an autorelease pool is drained twice, or by another thread");
-        drain_pools(place - pools.begin());
-      }),
-  });
+  static const ClassObject meta("NSAutoreleasePool class",
+                                {
+                                    method(
+                                        "alloc", +[](Object*, Selector*) -> Object* { return new AutoreleasePool; }),
+                                    method(
+                                        "new", +[](Object*, Selector*) -> Object* { return new AutoreleasePool; }),
+                                });
+  static const ClassObject c("NSAutoreleasePool", meta,
+                             {
+                                 method(
+                                     "drain",
+                                     +[](AutoreleasePool* self, Selector*) {
+                                       const auto place = std::find(pools.begin(), pools.end(), self);
+                                       if (place == pools.end())
+                                         throw Fault("an autorelease pool is drained twice, or by another thread");
+                                       drain_pools(place - pools.begin());
+                                     }),
+                             });
   return c;
 }
 AutoreleasePool::AutoreleasePool() : Object(autorelease_pool()) { pools.push_back(this); }
@@ -121,8 +138,7 @@ void hide_selector(const std::string& name, bool hidden) {
 
 ClassObject::ClassObject(const char* n, std::initializer_list<Method> list, Dispose dispose)
     : ClassObject(n, *this, list, dispose) {}
-ClassObject::ClassObject(const char* n, const ClassObject& class_methods, std::initializer_list<Method> list,
-                         Dispose d)
+ClassObject::ClassObject(const char* n, const ClassObject& class_methods, std::initializer_list<Method> list, Dispose d)
     : Object(class_methods, Uncounted()), name(n), dispose(d) {
   for (const Method& m : list) methods.emplace(m.name, m);
   classes()[name] = this;
@@ -172,8 +188,7 @@ Function objc_msg_lookup(Object* receiver, Selector* selector) {
   }
   const Method* found = receiver->isa->find(selector->name);
   if (!found) {
-    throw Fault("[" + receiver->isa->name + " " + selector->name +
-                "] is not simulated: see tests/metal_sim/README.md");
+    throw Fault("[" + receiver->isa->name + " " + selector->name + "] is not simulated: see tests/metal_sim/README.md");
   }
   if (selector->types) {  // "v40@0:8@16Q24Q32": the first number is the size of all arguments
     const int bytes = atoi(selector->types + strcspn(selector->types, "0123456789"));

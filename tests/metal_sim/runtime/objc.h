@@ -56,7 +56,7 @@ struct ClassObject : Object {
   std::string name;
   std::unordered_map<std::string_view, Method> methods;
   Dispose dispose = nullptr;
-  bool immortal = false;            // its objects are not counted
+  bool immortal = false;             // its objects are not counted
   mutable std::atomic<int> live{0};  // objects of the class
   ClassObject(const char* name, std::initializer_list<Method> methods, Dispose dispose = nullptr);
   ClassObject(const char* name, const ClassObject& class_methods, std::initializer_list<Method> methods,

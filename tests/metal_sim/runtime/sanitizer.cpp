@@ -2,6 +2,7 @@
 // operation. The kernels are compiled with -fsanitize=kernel-address, whose user brings these functions himself.
 #include <cstdint>
 #include <cstring>
+
 #include "machine.h"
 
 using metal_sim::access;
@@ -30,9 +31,9 @@ struct TypeMismatch {
 // 16 bytes it does so from an alignment of 8, but no vectoriser runs and MSL has no such type.)
 void aligned_access(void* p, size_t size, bool write, void* place) {
   if (reinterpret_cast<uintptr_t>(p) % size) {
-    metal_sim::fault("misaligned access: " + std::to_string(size) + " bytes at an address that is " +
-                         metal_sim::describe_address(p),
-                     place);
+    metal_sim::fault(
+        "misaligned access: " + std::to_string(size) + " bytes at an address that is " + metal_sim::describe_address(p),
+        place);
   }
   access(p, size, write, false, place);
 }
@@ -45,11 +46,14 @@ std::string position(const SourceLocation& at) {
 
 extern "C" {
 
-#define ACCESS(n)                                                                                                \
-  void __asan_load##n##_noabort(void* p) { aligned_access(p, n, false, __builtin_return_address(0)); }           \
+#define ACCESS(n)                                                                                      \
+  void __asan_load##n##_noabort(void* p) { aligned_access(p, n, false, __builtin_return_address(0)); } \
   void __asan_store##n##_noabort(void* p) { aligned_access(p, n, true, __builtin_return_address(0)); }
 ACCESS(1)
-ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
 #undef ACCESS
 
 void __asan_loadN_noabort(void* p, size_t n) { access(p, n, false, false, __builtin_return_address(0)); }

@@ -1,10 +1,13 @@
 // The symbols of libtorch's MPS part that a launcher calls.
 #include "stream.h"
+
 #include <ATen/core/ATen_fwd.h>
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
+
 #include <atomic>
 #include <mutex>
+
 #include "encoder.h"
 
 namespace metal_sim {
@@ -38,14 +41,21 @@ void count_commit() {
 struct CommandBuffer : Object {
   CommandBuffer();
 };
-const ClassObject command_buffer_class("MPSCommandBuffer", {
-    method("commit", +[](Object*, Selector*) { count_commit(); }),
-    method("commitAndContinue", +[](Object*, Selector*) { count_commit(); }),
-    method("waitUntilCompleted", +[](Object*, Selector*) {}),
-    method("computeCommandEncoder", +[](Object*, Selector*) -> Object* {
-      throw Fault("computeCommandEncoder: PyTorch's own encoder, stream->commandEncoder(), has to be used");
-    }),
-});
+const ClassObject command_buffer_class(
+    "MPSCommandBuffer",
+    {
+        method(
+            "commit", +[](Object*, Selector*) { count_commit(); }),
+        method(
+            "commitAndContinue", +[](Object*, Selector*) { count_commit(); }),
+        method(
+            "waitUntilCompleted", +[](Object*, Selector*) {}),
+        method(
+            "computeCommandEncoder",
+            +[](Object*, Selector*) -> Object* {
+              throw Fault("computeCommandEncoder: PyTorch's own encoder, stream->commandEncoder(), has to be used");
+            }),
+    });
 CommandBuffer::CommandBuffer() : Object(command_buffer_class) {}
 
 }  // namespace
@@ -128,6 +138,7 @@ void dispatch_sync_with_rethrow(dispatch_queue_t, metal_sim::Block* block) {
 }
 
 // The profiler: never on. torch's header reads its members inline, so the object has to be as large, and zero.
+namespace Profiler {
 class MPSProfiler {
  public:
   uint64_t beginProfileKernel(const void*, const std::string&, bool);
@@ -137,9 +148,10 @@ class MPSProfiler {
 uint64_t MPSProfiler::beginProfileKernel(const void*, const std::string&, bool) { return 0; }
 uint64_t MPSProfiler::beginProfileKernel(const void*, const std::string&, const TensorList&) { return 0; }
 void MPSProfiler::endProfileKernel(const void*, SyncType) {}
-MPSProfiler& getMPSProfiler() {
+}  // namespace Profiler
+Profiler::MPSProfiler& getMPSProfiler() {
   static uint64_t zeros[512] = {};
-  return *reinterpret_cast<MPSProfiler*>(zeros);
+  return *reinterpret_cast<Profiler::MPSProfiler*>(zeros);
 }
 
 }  // namespace at::mps

@@ -14,8 +14,8 @@ struct Params {
 };
 
 // y[i] = SCALE * x[i * step] + bias, negated if asked for
-kernel void scale(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
-                  constant Params& p [[buffer(2)]], uint i [[thread_position_in_grid]]) {
+kernel void scale(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], constant Params& p [[buffer(2)]],
+                  uint i [[thread_position_in_grid]]) {
   if (i >= p.count) return;
   const float v = SCALE * x[i * p.step] + bias;
   y[i] = is_function_constant_defined(negate) && negate ? -v : v;

@@ -5,11 +5,11 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
+#import <Metal/Metal.h>
 #include <torch/library.h>
 #include <map>
 #include <mutex>
 #include <string>
-#import <Metal/Metal.h>
 
 @protocol NotSimulated
 - (void)performNothing;
@@ -100,7 +100,7 @@ static void encode(at::mps::MPSStream* stream, id<MTLComputePipelineState> pipel
   if (fault == "end encoding") [encoder endEncoding];
   if (fault == "too much memory") [encoder setThreadgroupMemoryLength:32784 atIndex:0];
   if (fault == "no such selector") [(id<NotSimulated>)encoder performNothing];
-  at::mps::MPSProfiler& profiler = at::mps::getMPSProfiler();
+  at::mps::Profiler::MPSProfiler& profiler = at::mps::getMPSProfiler();
   const bool profiled = profiler.isOperationProfilingEnabled();
   if (profiled || fault == "profiled") profiler.beginProfileKernel(pipeline, "scale", {x});
   if (fault == "groups") {
@@ -115,7 +115,9 @@ static void encode(at::mps::MPSStream* stream, id<MTLComputePipelineState> pipel
     stream->synchronize(at::mps::SyncType::COMMIT);
     [encoder setComputePipelineState:pipeline];
   }
-  if (fault == "nested dispatch") at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {});
+  if (fault == "nested dispatch")
+    at::mps::dispatch_sync_with_rethrow(stream->queue(), ^(){
+                                        });
 }
 
 // y = 3 x + 7 of a one-dimensional float tensor. `fault` names a mistake to make.
@@ -143,4 +145,4 @@ at::Tensor scale(const at::Tensor& x, std::string fault) {
 TORCH_LIBRARY(metal_sim_selftest, m) { m.def("scale(Tensor x, str fault='') -> Tensor"); }
 TORCH_LIBRARY_IMPL(metal_sim_selftest, MPS, m) { m.impl("scale", &scale); }
 
-} // namespace metal_sim_selftest
+}  // namespace metal_sim_selftest

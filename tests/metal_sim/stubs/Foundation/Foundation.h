@@ -7,8 +7,12 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#define NS_ENUM(T, N) enum N : T N; enum N : T
-#define NS_OPTIONS(T, N) enum N : T N; enum N : T
+#define NS_ENUM(T, N) \
+  enum N : T N;       \
+  enum N : T
+#define NS_OPTIONS(T, N) \
+  enum N : T N;          \
+  enum N : T
 typedef NS_ENUM(NSUInteger, NSStringEncoding) { NSASCIIStringEncoding = 1, NSUTF8StringEncoding = 4 };
 @interface NSString : NSObject <NSCopying>
 + (instancetype)stringWithUTF8String:(const char*)s;
@@ -18,7 +22,7 @@ typedef NS_ENUM(NSUInteger, NSStringEncoding) { NSASCIIStringEncoding = 1, NSUTF
 @property(readonly) const char* UTF8String;
 @property(readonly) NSUInteger length;
 @end
-@interface NSConstantString : NSString { // of @"...": laid out by the compiler
+@interface NSConstantString : NSString {  // of @"...": laid out by the compiler
   const char* text;
   unsigned int count;
 }
@@ -36,7 +40,7 @@ typedef NS_ENUM(NSUInteger, NSStringEncoding) { NSASCIIStringEncoding = 1, NSUTF
 @property(readonly) NSString* stringValue;
 @end
 @interface NSDictionary<Key, Value> : NSObject <NSCopying>
-+ (instancetype)dictionaryWithObjects:(const Value [])values forKeys:(const id<NSCopying> [])keys count:(NSUInteger)n;
++ (instancetype)dictionaryWithObjects:(const Value[])values forKeys:(const id<NSCopying>[])keys count:(NSUInteger)n;
 + (instancetype)dictionaryWithObject:(Value)value forKey:(id<NSCopying>)key;
 + (instancetype)dictionary;
 - (Value)objectForKey:(Key)key;

@@ -2,26 +2,48 @@
 // runtime/encoder.cpp.
 #pragma once
 #import <Foundation/Foundation.h>
-typedef struct { NSUInteger width, height, depth; } MTLSize;
-static inline MTLSize MTLSizeMake(NSUInteger w, NSUInteger h, NSUInteger d) { MTLSize s = {w, h, d}; return s; }
+typedef struct {
+  NSUInteger width, height, depth;
+} MTLSize;
+static inline MTLSize MTLSizeMake(NSUInteger w, NSUInteger h, NSUInteger d) {
+  MTLSize s = {w, h, d};
+  return s;
+}
 typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
-  MTLLanguageVersion3_0 = (3 << 16), MTLLanguageVersion3_1 = (3 << 16) + 1, MTLLanguageVersion3_2 = (3 << 16) + 2,
+  MTLLanguageVersion3_0 = (3 << 16),
+  MTLLanguageVersion3_1 = (3 << 16) + 1,
+  MTLLanguageVersion3_2 = (3 << 16) + 2,
   MTLLanguageVersion4_0 = (4 << 16)
 };
 typedef NS_ENUM(NSInteger, MTLMathMode) { MTLMathModeSafe = 0, MTLMathModeRelaxed = 1, MTLMathModeFast = 2 };
 typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions) {
-  MTLMathFloatingPointFunctionsFast = 0, MTLMathFloatingPointFunctionsPrecise = 1
+  MTLMathFloatingPointFunctionsFast = 0,
+  MTLMathFloatingPointFunctionsPrecise = 1
 };
 typedef NS_ENUM(NSUInteger, MTLDataType) {
-  MTLDataTypeFloat = 3, MTLDataTypeHalf = 16, MTLDataTypeInt = 29, MTLDataTypeUInt = 33, MTLDataTypeShort = 37,
-  MTLDataTypeUShort = 41, MTLDataTypeChar = 45, MTLDataTypeUChar = 49, MTLDataTypeBool = 53, MTLDataTypeLong = 81,
+  MTLDataTypeFloat = 3,
+  MTLDataTypeHalf = 16,
+  MTLDataTypeInt = 29,
+  MTLDataTypeUInt = 33,
+  MTLDataTypeShort = 37,
+  MTLDataTypeUShort = 41,
+  MTLDataTypeChar = 45,
+  MTLDataTypeUChar = 49,
+  MTLDataTypeBool = 53,
+  MTLDataTypeLong = 81,
   MTLDataTypeULong = 82
 };
-typedef NS_ENUM(NSInteger, MTLGPUFamily) { MTLGPUFamilyApple7 = 1007, MTLGPUFamilyApple8 = 1008, MTLGPUFamilyApple9 = 1009 };
-typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
-  MTLResourceStorageModeShared = 0, MTLResourceStorageModePrivate = 2u << 4
+typedef NS_ENUM(NSInteger, MTLGPUFamily) {
+  MTLGPUFamilyApple7 = 1007,
+  MTLGPUFamilyApple8 = 1008,
+  MTLGPUFamilyApple9 = 1009
 };
-@protocol MTLDevice, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLBuffer;
+typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
+  MTLResourceStorageModeShared = 0,
+  MTLResourceStorageModePrivate = 2u << 4
+};
+@protocol MTLDevice
+, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLBuffer;
 @interface MTLCompileOptions : NSObject <NSCopying>
 @property(readwrite) MTLLanguageVersion languageVersion;
 @property(readwrite) MTLMathMode mathMode;
@@ -41,8 +63,10 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
 @protocol MTLFunction <NSObject>
 @property(readonly) NSString* name;
 @end
-@protocol MTLSharedEvent <NSObject> @end
-@protocol MTLCommandQueue <NSObject> @end
+@protocol MTLSharedEvent <NSObject>
+@end
+@protocol MTLCommandQueue <NSObject>
+@end
 @protocol MTLComputePipelineState <NSObject>
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
 @property(readonly) NSUInteger threadExecutionWidth;

@@ -16,7 +16,10 @@ typedef long NSInteger;
 @end
 @protocol NSCopying
 @end
-__attribute__((objc_root_class)) @interface NSObject <NSObject> { Class isa; }
+__attribute__((objc_root_class))
+@interface NSObject<NSObject> {
+  Class isa;
+}
 + (id)alloc;
 - (id)init;
 + (id)new;
