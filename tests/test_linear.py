@@ -169,7 +169,12 @@ def test_same_result_on_any_number_of_threads(M):
 
 def test_more_than_one_thread_works():
     """parallel_for silently runs on one thread in files compiled without OpenMP."""
-    assert torch.ops.torch_qgemv._threads_at_work(2) == 2
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.ops.torch_qgemv._threads_at_work(2) == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_errors(device):
