@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ..gguf import GGUFFile
@@ -71,14 +72,27 @@ def _empty_model(file: GGUFFile, architecture: Architecture, dtype: torch.dtype)
     return model
 
 
-class ScaledQuantEmbedding(QuantEmbedding):
-    """A QuantEmbedding whose rows are multiplied by `scale`, as Gemma's input embedding does."""
+class _Scaled:
+    """An embedding whose rows are multiplied by `scale`, as Gemma's input embedding does."""
 
     scale = 1.0
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         rows = super().forward(indices)
         return rows * torch.tensor(self.scale, dtype=rows.dtype)  # the scale is rounded to that dtype, as in training
+
+
+class ScaledEmbedding(_Scaled, nn.Embedding):
+    """What ScaledQuantEmbedding.to_embedding gives."""
+
+
+class ScaledQuantEmbedding(_Scaled, QuantEmbedding):
+    """A QuantEmbedding with rows multiplied by `scale`."""
+
+    def to_embedding(self, dtype: torch.dtype | None = None) -> ScaledEmbedding:
+        embedding = ScaledEmbedding.from_pretrained(self._dequantized(dtype).data, freeze=False)
+        embedding.scale = self.scale
+        return embedding.train(self.training)
 
 
 def _pack_embedding(embedding: Any, packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType) -> QuantEmbedding:
