@@ -216,6 +216,7 @@ uint32_t read(const uint8_t* data, int64_t bytes) {
   uint32_t all = 0;
   for (int s = 0; s < streams; ++s)
     for (int lane = 0; lane < V::lanes; ++lane) all ^= sum[s][lane];
+  for (int64_t i = bytes - bytes % (streams * size); i < bytes; ++i) all ^= uint32_t(data[i]) << (i % 4 * 8);
   return all;
 }
 

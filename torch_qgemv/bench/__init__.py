@@ -151,20 +151,20 @@ class Bench:
         print(report.table_head())
         with tqdm(total=sum(map(len, cases.values())), unit="case", leave=False, disable=None) as progress:
             for (quant_type, K, N), tokens in cases.items():
-                problem = Problem.random(quant_type, K, N, self.args.device)
-                contestants = self.enter(problem)
-                for M in tokens:
-                    progress.set_description(f"{problem} M={M}")
-                    case = self.measure(problem, contestants, M)
+                for case in self.measure_all(Problem.random(quant_type, K, N, self.args.device), tokens):
                     result["cases"].append(case)
                     progress.write(report.table_row(case), file=sys.stdout)
                     progress.update()
         if noisy := sum(case["noisy"] for case in result["cases"]):
-            self.warn(
-                f"{noisy} cases are marked ~: the median is {NOISY} times the minimum or more; is the machine busy?"
-            )
+            self.warn(f"{noisy} cases are marked ~: the median is {NOISY} times the minimum or more; a busy machine?")
         print(report.footnotes(self.warnings))
         return result
+
+    def measure_all(self, problem: Problem, tokens: tuple[int, ...]) -> Iterator[dict]:
+        """The lines of the table for one weight. Its copies, gigabytes perhaps, are gone afterwards."""
+        contestants = self.enter(problem)
+        for M in tokens:
+            yield self.measure(problem, contestants, M)
 
     def enter(self, problem: Problem) -> list[Contestant]:
         """Everyone's copies of one weight, ours first."""

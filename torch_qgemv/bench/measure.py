@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import ops
+from ..testing import random_packed
 from .memory import copies_for, repeat
 
 MIN_SAMPLE_NS = 200_000  # calls that are shorter are timed several at once
@@ -35,13 +36,12 @@ class Problem:
 
     @classmethod
     def random(cls, quant_type: gguf.GGMLQuantizationType, K: int, N: int, device: str) -> Problem:
-        rows = random_rows(quant_type, K)[:N]
-        return cls(quant_type, K, N, rows.to(device))
+        return cls(quant_type, K, N, random_packed(quant_type, min(N, REFERENCE_ROWS), K).to(device))
 
     @property
     def packed(self) -> torch.Tensor:
         """uint8 [N, row_bytes]."""
-        return tile(self.rows, self.N)
+        return self.rows.repeat(-(-self.N // len(self.rows)), 1)[: self.N]
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -50,33 +50,6 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.quant_type.name} {self.K}x{self.N}"
-
-
-def half_fields(quant_type: int) -> list[int]:
-    """Byte offsets of the half-precision scales in a block: a NaN there, and only there, makes weights NaN."""
-    _, type_size = gguf.GGML_QUANT_SIZES[quant_type]
-    blocks = torch.zeros(type_size // 2, type_size // 2, dtype=torch.float16)
-    blocks.fill_diagonal_(torch.nan)
-    weights = ops.dequantize(blocks.view(torch.uint8), quant_type)
-    return [2 * field for field in weights.isnan().any(dim=1).nonzero().flatten().tolist()]
-
-
-def random_rows(quant_type: int, K: int, seed: int = 0) -> torch.Tensor:
-    """REFERENCE_ROWS packed rows: random codes, scales of one size and either sign."""
-    block_size, type_size = gguf.GGML_QUANT_SIZES[quant_type]
-    generator = torch.Generator().manual_seed(seed)
-    shape = (REFERENCE_ROWS, K // block_size, type_size)
-    rows = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    for field in half_fields(quant_type):
-        scales = torch.rand(*shape[:2], 1, generator=generator) + 0.5
-        scales *= 0.01 * (2 * torch.randint(2, scales.shape, generator=generator) - 1)
-        rows[..., field : field + 2] = scales.half().view(torch.uint8)
-    return rows.flatten(1)
-
-
-def tile(rows: torch.Tensor, N: int) -> torch.Tensor:
-    """N rows that repeat `rows`."""
-    return rows.repeat(-(-N // len(rows)), 1)[:N]
 
 
 class Contestant(Protocol):
@@ -103,9 +76,8 @@ class Ours:
     name = group = "torch_qgemv"
 
     def __init__(self, problem: Problem, dtype: torch.dtype, isa: str | None, rotate: int, huge: bool):
-        packed = problem.packed
-        self.dtype, self.weight_bytes = dtype, packed.nbytes
-        self.ring = repeat(packed, copies_for(packed.nbytes, rotate), huge)
+        self.dtype, self.weight_bytes = dtype, problem.N * problem.rows.shape[1]
+        self.ring = repeat(problem.rows, problem.N, copies_for(self.weight_bytes, rotate), huge)
         self._quant_type, self._isa = int(problem.quant_type), isa
 
     def takes(self, M: int) -> bool:
@@ -137,9 +109,8 @@ class Dense:
     def __init__(self, problem: Problem, dtype: torch.dtype, rotate: int, huge: bool):
         self.name = self.group = dense_name(dtype)
         self.dtype, self._rows = dtype, problem.matrix.to(dtype)
-        weight = tile(self._rows, problem.N)
-        self.weight_bytes = weight.nbytes
-        self._ring = repeat(weight, copies_for(weight.nbytes, rotate), huge)
+        self.weight_bytes = problem.N * problem.K * dtype.itemsize
+        self._ring = repeat(self._rows, problem.N, copies_for(self.weight_bytes, rotate), huge)
 
     def takes(self, M: int) -> bool:
         return True

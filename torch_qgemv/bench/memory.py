@@ -32,12 +32,14 @@ def copies_for(nbytes: int, rotate: int) -> int:
     return max(1, -(-rotate // nbytes))
 
 
-def repeat(tensor: torch.Tensor, copies: int, huge: bool) -> list[torch.Tensor]:
-    """Copies of `tensor`, one after the other in fresh memory."""
-    ring = torch.empty(copies, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def repeat(rows: torch.Tensor, N: int, copies: int, huge: bool) -> list[torch.Tensor]:
+    """Copies of a matrix of N rows that are `rows` over and over; one copy after the other in fresh memory."""
+    ring = torch.empty(copies, N, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if huge and ring.device.type == "cpu":
         advise_huge_pages(ring.data_ptr(), ring.nbytes)
-    return list(ring.copy_(tensor.expand_as(ring)).unbind())
+    for part in ring.split(len(rows), dim=1):
+        part.copy_(rows[: part.shape[1]].expand_as(part))
+    return list(ring.unbind())
 
 
 def advise_huge_pages(address: int, nbytes: int) -> None:
