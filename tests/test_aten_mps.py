@@ -3,6 +3,9 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import metal_sim
 import pytest
@@ -86,6 +89,21 @@ def test_torch_mps():
     start.record()
     end.record()
     assert 0 <= start.elapsed_time(end) < 1000
+
+
+def test_the_device_may_come_late():
+    """torch remembers that it has no MPS device once it was asked; installing the simulated one changes that."""
+    code = """if True:
+        import torch
+        assert not torch.backends.mps.is_available()
+        import metal_sim
+        metal_sim.install()
+        assert torch.backends.mps.is_available()
+        torch.manual_seed(0)
+        assert torch.nn.Linear(2, 2).to("mps")(torch.randn(1, 2, device="mps")).sum().backward() is None
+    """
+    tests = str(Path(metal_sim.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tests)
 
 
 def test_random_numbers_are_seeded():

@@ -166,8 +166,10 @@ def test_race_of_a_read_in_place():
     assert "races with a write" in fault(source, buffers=[floats(2)], groups=2, threads=1)
 
 
-def test_race_through_a_second_binding():
-    source = f"kernel void k({Y}, device const float* x [[buffer(1)]], {LANE}) {{ y[i] = x[31 - i]; }}"
+@pytest.mark.parametrize("read, written", [(1, 0), (0, 1)])
+def test_race_through_a_second_binding(read, written):
+    source = f"""kernel void k(device float* y [[buffer({written})]], device const float* x [[buffer({read})]],
+      {LANE}) {{ y[i] = x[31 - i]; }}"""
     both = floats(32)
     assert "races" in fault(source, buffers=[both, both])
 
@@ -226,10 +228,12 @@ def test_divergent_simd_operation():
     assert "at metal/test.metal:3;\n  thread 16 has returned" in text
 
 
-def test_different_simd_operations():
-    source = f"kernel void k({Y}, {LANE}) {{\n  if (i < 16) y[i] = simd_sum(1.0f);\n  else y[i] = simd_max(1.0f);\n}}"
+@pytest.mark.parametrize("other", ["simd_max", "simd_sum"])
+def test_different_simd_operations(other):
+    source = f"kernel void k({Y}, {LANE}) {{\n  if (i < 16) y[i] = simd_sum(1.0f);\n  else y[i] = {other}(2.0f);\n}}"
     text = fault(source, buffers=[floats(32)])
-    assert "simd_sum" in text and "thread 16 waits in simd_max\n    at metal/test.metal:3" in text
+    assert "thread 0 waits in simd_sum\n    at metal/test.metal:2" in text
+    assert f"thread 16 waits in {other}\n    at metal/test.metal:3" in text
 
 
 def test_divergent_barrier():

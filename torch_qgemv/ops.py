@@ -58,8 +58,8 @@ def embedding(
 ) -> torch.Tensor:
     """Rows of a packed weight, uint8 [N, row_bytes], as torch.nn.functional.embedding.
 
-    indices: int64 or int32, any shape. Returns [*indices.shape, K] of `dtype`. Raises IndexError for an index outside
-    [0, N).
+    indices: int64 or int32, any shape. Returns [*indices.shape, K] of `dtype`. An index outside [0, N) raises
+    IndexError on the CPU; on MPS, where a kernel can't raise, it gives a row of NaN.
     """
     return torch.ops.torch_qgemv.embedding(indices, weight, resolve_quant_type(quant_type), dtype)
 

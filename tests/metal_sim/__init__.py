@@ -67,6 +67,7 @@ def install():
     runtime.set_compiler(compile_metal)
     sys.modules[_NAME] = runtime
     torch.UntypedStorage.mps = _storage_to_mps
+    torch.backends.mps.is_available.cache_clear()  # it remembers what it was told before
     torch._C._has_mps = True  # torch.backends.mps.is_built(), and with it torch.mps and torch.accelerator
     return runtime
 

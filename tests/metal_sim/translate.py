@@ -36,7 +36,9 @@ INSTANTIATION = re.compile(
 )
 TYPE = r"[\w:]+(?:\s*<[^;<>]*>)?"
 THREADGROUP_POINTER = re.compile(rf"\bthreadgroup\s+(?:const\s+|volatile\s+)*{TYPE}(?:\s+const)?\s*\(?\s*[*&]")
-THREADGROUP_VARIABLE = re.compile(rf"\bthreadgroup\s+(?P<type>{TYPE})\s+(?P<name>\w+)\s*(?P<array>\[[^;,=]*\])?\s*;")
+THREADGROUP_VARIABLE = re.compile(
+    rf"\bthreadgroup\s+(?P<type>{TYPE})\s+(?P<name>\w+)\s*(?P<array>(?:\[[^;\[\]]*\]\s*)*);"
+)
 # vec<T, 4>(a, b): clang's vectors have no such constructor; float4(a, b) and the like are macros of the stand-in.
 VECTOR_CONSTRUCTOR = re.compile(r"(?:\bmetal\s*::\s*)?\bvec\s*<([^<>;]*)>\s*\(")
 FUNCTION_CONSTANT = re.compile(
@@ -125,7 +127,7 @@ def _shared_variables(source: str) -> list[tuple[int, int, str]]:
             raise TranslationError(
                 f"not a threadgroup variable or pointer as the simulator understands it: {statement}"
             )
-        kind = variable["type"] + (variable["array"] or "")
+        kind = variable["type"] + variable["array"].strip()
         name = variable["name"]
         edits.append((*variable.span(), f'auto& {name} = ::msl_shared<{kind}, {number}>("{name}");'))
     return edits

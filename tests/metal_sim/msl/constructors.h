@@ -1,9 +1,6 @@
 // Vector constructors. They are macros because clang's own float4(x) neither converts nor takes several arguments.
 #pragma once
 
-#define bool2(...) ::metal::make_vector<bool2>(__VA_ARGS__)
-#define bool3(...) ::metal::make_vector<bool3>(__VA_ARGS__)
-#define bool4(...) ::metal::make_vector<bool4>(__VA_ARGS__)
 #define char2(...) ::metal::make_vector<char2>(__VA_ARGS__)
 #define char3(...) ::metal::make_vector<char3>(__VA_ARGS__)
 #define char4(...) ::metal::make_vector<char4>(__VA_ARGS__)

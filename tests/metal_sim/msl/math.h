@@ -117,13 +117,6 @@ template <typename T>
 MSL_INLINE T select(T a, T b, bool c) {
   return c ? b : a;
 }
-template <typename T, int N>
-MSL_INLINE vec<T, N> select(vec<T, N> a, vec<T, N> b, vec<bool, N> c) {
-  vec<T, N> out{};
-  for (int i = 0; i < N; ++i) out[i] = c[i] ? b[i] : a[i];
-  return out;
-}
-
 MSL_INLINE bool isnan(float x) { return __builtin_isnan(x); }
 MSL_INLINE bool isinf(float x) { return __builtin_isinf(x); }
 MSL_INLINE bool isfinite(float x) { return __builtin_isfinite(x); }

@@ -5,7 +5,6 @@
   typedef T T##2 __attribute__((ext_vector_type(2))); \
   typedef T T##3 __attribute__((ext_vector_type(3))); \
   typedef T T##4 __attribute__((ext_vector_type(4)));
-MSL_VECTORS(bool)
 MSL_VECTORS(char)
 MSL_VECTORS(uchar)
 MSL_VECTORS(short)

@@ -171,6 +171,17 @@ C10_REGISTER_GUARD_IMPL(MPS, Guard)
 namespace at {
 using metal_sim::MPSHooks;
 REGISTER_MPS_HOOKS(MPSHooks)
+
+// torch makes its hooks when something first asks, such as torch.backends.mps.is_available(). Those of a torch that
+// was asked before this library was loaded are of its own class; neither class has data, so they can change to ours.
+static const bool adopted = [] {
+  static const MPSHooks ours;
+  static_assert(sizeof ours == sizeof(void*));
+  const MPSHooksInterface& torchs = detail::getMPSHooks();
+  if (!torchs.hasMPS()) memcpy(const_cast<MPSHooksInterface*>(&torchs), static_cast<const void*>(&ours), sizeof ours);
+  return true;
+}();
+
 namespace mps {
 Allocator* GetMPSAllocator() { return &metal_sim::allocator; }
 }  // namespace mps

@@ -127,6 +127,12 @@ at::Tensor scale(const at::Tensor& x, std::string fault) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   if (fault == "outside the queue") {
     encode(stream, pipeline, x, y, fault);
+  } else if (fault == "encoder outside the queue") {
+    __block id<MTLComputeCommandEncoder> encoder = nil;
+    at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+      encoder = stream->commandEncoder();
+    });
+    [encoder setComputePipelineState:pipeline];
   } else if (fault == "no pool") {
     at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
       [NSString stringWithUTF8String:"x"];
