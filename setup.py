@@ -1,12 +1,14 @@
 """Compiles torch_qgemv._C against the installed torch. Everything static is in pyproject.toml."""
 
 import os
+import runpy
 import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.resolve()
+GENERATED = "build/generated"  # the Metal sources as a C++ header
 sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
@@ -42,13 +44,13 @@ def make_extension(torch_version):
     return Extension(
         "torch_qgemv._C",
         sources,
-        include_dirs=[str(ROOT / "csrc"), str(ROOT / "metal")],
+        include_dirs=[str(ROOT / "csrc"), str(ROOT / "metal"), str(ROOT / GENERATED)],
         define_macros=[("TORCH_QGEMV_TORCH_VERSION", f'"{torch_version}"')],
         library_dirs=[torch_lib],
         libraries=["c10", "torch", "torch_cpu"],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
-        depends=find_all("csrc/**/*.h", "metal/**/*.h", "metal/**/*.metal"),
+        depends=find_all("csrc/**/*.h", "metal/**/*.h", "metal/*.metal", "metal/embed.py"),
         language="c++",
     )
 
@@ -65,7 +67,8 @@ def make_build_command():
             stop_on(compiler_problems())
             if not is_ninja_available():
                 stop("ninja is missing. Run: pip install ninja")
-            # Files that are generated (the embedded text of metal/) are to be written here.
+            if MACOS:
+                runpy.run_path("metal/embed.py")["write"](Path(GENERATED, "metal_sources.inc"))
             super().run()
 
     return BuildCommand

@@ -33,8 +33,10 @@ at::Tensor with_dense_rows(const at::Tensor& weight) {
   return weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
 }
 
+// const_data_ptr<T>() is avoided here: in torch 2.10 for macOS its symbol has a name that newer compilers don't use.
 Weight view(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size) {
-  return {quant_type, weight.const_data_ptr<uint8_t>(), weight.stride(0), size.N.expect_int(), size.K.expect_int()};
+  return {quant_type, static_cast<const uint8_t*>(weight.const_data_ptr()), weight.stride(0), size.N.expect_int(),
+          size.K.expect_int()};
 }
 
 // Work for one thread: at least this many bytes read or written.
@@ -80,7 +82,7 @@ at::Tensor linear_with(const Kernels& kernels, const at::Tensor& x, const at::Te
   const at::Tensor rows = x.contiguous(), packed = with_dense_rows(weight);
   const Weight w = view(packed, quant_type, size);
   const cpu::Dtype dtype = dtype_of(x.scalar_type());
-  const float* b = bias ? bias_float.const_data_ptr<float>() : nullptr;
+  const float* b = bias ? static_cast<const float*>(bias_float.const_data_ptr()) : nullptr;
   const int64_t tokens = x.numel() / w.K, item = x.element_size();
   const char* from = static_cast<const char*>(rows.const_data_ptr());
   char* to = static_cast<char*>(y.mutable_data_ptr());
@@ -153,7 +155,7 @@ at::Tensor embedding_cpu(const at::Tensor& indices, const at::Tensor& weight, in
   if (indices.numel() == 0) return out;
   const at::Tensor packed = with_dense_rows(weight), ids = indices.to(at::kLong).contiguous();
   const Weight w = view(packed, quant_type, size);
-  const int64_t* id = ids.const_data_ptr<int64_t>();
+  const int64_t* id = static_cast<const int64_t*>(ids.const_data_ptr());
   for (int64_t i = 0; i < ids.numel(); ++i)
     TORCH_CHECK_INDEX(0 <= id[i] && id[i] < w.N, "torch_qgemv.embedding: index ", id[i], " is out of range for ", w.N,
                       " rows");

@@ -7,7 +7,7 @@ exists wherever torch itself loads.
 from collections import defaultdict
 from pathlib import Path
 
-import macho
+from . import macho
 
 LIBRARIES = {
     "libc++": "/usr/lib/libc++.1.dylib",
@@ -38,15 +38,13 @@ def symbols_of_apple(libraries: list[Path]) -> dict[str, set[str]]:
         for symbol, origin in macho.read(library).needed.items():
             if origin in names:
                 found[names[origin]].add(symbol)
-            elif not origin and symbol.startswith(("_Py", "__Py")):
-                found["Python"].add(symbol)
     return found
 
 
-def write_stubs(libraries: list[Path], folder: Path) -> list[Path]:
-    """Writes one .tbd per library into `folder`; returns their paths."""
+def write_stubs(libraries: list[Path], python: set[str], folder: Path) -> list[Path]:
+    """Writes one .tbd per library into `folder`; returns their paths. python: the interpreter's symbols."""
     paths = []
-    for name, symbols in symbols_of_apple(libraries).items():
+    for name, symbols in {**symbols_of_apple(libraries), "Python": python}.items():
         plain = sorted(f"'{s}'" for s in symbols if not s.startswith(CLASS))
         classes = sorted(s.removeprefix(CLASS) for s in symbols if s.startswith(CLASS))
         text = "--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\n"

@@ -1,0 +1,180 @@
+// The operators on MPS: checks, a plan, a dispatch on PyTorch's own stream. Manual reference counting, as in PyTorch.
+#include <ATen/core/Tensor.h>
+#include <ATen/mps/MPSProfiler.h>
+#include <ATen/mps/MPSStream.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include <array>
+
+#include "../check.h"
+#include "pipelines.h"
+
+namespace qgemv::mps {
+namespace {
+
+// ---- Encoding
+struct Binding {
+  id<MTLBuffer> buffer;
+  NSUInteger offset;
+};
+
+// On MPS a storage's data pointer is its buffer, in which the tensor starts at its storage offset.
+id<MTLBuffer> buffer_of(const at::Tensor& t) { return (id<MTLBuffer>)const_cast<void*>(t.storage().data()); }
+uint64_t offset_of(const at::Tensor& t) { return uint64_t(t.storage_offset()) * t.element_size(); }
+Binding bind(const at::Tensor& t) { return {buffer_of(t), offset_of(t)}; }
+
+MTLSize metal_size(const Size& size) { return MTLSizeMake(size.x, size.y, 1); }
+
+// torch.mps.profiler's signposts, where profiling is on.
+struct Signpost {
+  Signpost(id<MTLComputePipelineState> s, const char* name, const at::Tensor& in, const at::Tensor& out) {
+    auto& profiler = at::mps::getMPSProfiler();
+    if (!profiler.isOperationProfilingEnabled()) return;
+    state = s;
+    profiler.beginProfileKernel(state, name, at::TensorList({in, out}));
+  }
+  ~Signpost() {
+    if (state) at::mps::getMPSProfiler().endProfileKernel(state);
+  }
+  id<MTLComputePipelineState> state = nil;
+};
+
+// The buffers are the kernel's arguments 0, 1, ..., the parameters the next one.
+template <typename Params, size_t count>
+void dispatch(const Plan<Params>& plan, const std::array<Binding, count>& buffers, const at::Tensor& in,
+              const at::Tensor& out) {
+  id<MTLComputePipelineState> state = pipeline(plan.kernel);
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  // Blocks copy what they name: pointers only.
+  const Plan<Params>* const p = &plan;
+  const Binding* const bindings = buffers.data();
+  const at::Tensor *const from = &in, *const to = &out;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      const Signpost signpost(state, p->kernel.name(), *from, *to);
+      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // PyTorch's own, which goes on using it
+      [encoder setComputePipelineState:state];
+      for (size_t i = 0; i < count; ++i) [encoder setBuffer:bindings[i].buffer offset:bindings[i].offset atIndex:i];
+      [encoder setBytes:&p->params length:sizeof(Params) atIndex:count];
+      [encoder dispatchThreads:metal_size(p->grid) threadsPerThreadgroup:metal_size(p->threadgroup)];
+    }
+  });
+}
+
+// ---- Tensors
+Dtype dtype_of(at::ScalarType type) { return type == at::kFloat ? float32 : type == at::kHalf ? float16 : bfloat16; }
+
+// Rows may lie at any distance; only the bytes of a row must be neighbours.
+at::Tensor with_dense_rows(const at::Tensor& weight) {
+  return weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
+}
+
+Weight describe(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size) {
+  return {format_index(quant_type), size.N.expect_int(), size.K.expect_int(), offset_of(weight),
+          uint64_t(weight.stride(0))};
+}
+
+// x as [M, K], its rows where whole vectors can be read.
+at::Tensor aligned_rows(const at::Tensor& x, int64_t K) {
+  const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, K});
+  const uint64_t row_bytes = rows.size(0) > 1 ? rows.stride(0) * rows.element_size() : 0;
+  const bool usable = rows.stride(1) == 1 && x_is_aligned(offset_of(rows), row_bytes);
+  return usable ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+struct Bias {
+  explicit Bias(const std::optional<at::Tensor>& given) {
+    if (!given) return;
+    const at::ScalarType dtype = given->scalar_type();
+    type = dtype == at::kHalf ? half_bias : dtype == at::kBFloat16 ? bfloat_bias : float_bias;
+    tensor = (type == float_bias ? given->to(at::kFloat) : *given).contiguous();
+  }
+  uint32_t type = no_bias;
+  at::Tensor tensor;
+};
+
+// ---- Operators
+void linear_few_rows(const at::Tensor& x, const at::Tensor& weight, const Weight& w, const Bias& bias,
+                     const at::Tensor& y) {
+  const at::Tensor rows = aligned_rows(x, w.K);
+  const auto plan = plan_gemv(w, rows.size(0), rows.stride(0), dtype_of(x.scalar_type()), bias.type);
+  // Without a bias any buffer will do: it isn't read.
+  const Binding bias_or_any = bias.type == no_bias ? Binding{buffer_of(weight), 0} : bind(bias.tensor);
+  dispatch<LinearParams, 4>(plan, {bind(weight), bind(rows), bias_or_any, bind(y)}, rows, y);
+}
+
+void dequantize_into(const at::Tensor& out, const at::Tensor& weight, const Weight& w) {
+  const auto plan = plan_dequantize(w, dtype_of(out.scalar_type()));
+  dispatch<DequantizeParams, 2>(plan, {bind(weight), bind(out)}, weight, out);
+}
+
+void linear_many_rows(const at::Tensor& x, const at::Tensor& weight, const Weight& w, const Bias& bias,
+                      const at::Tensor& y) {
+  const at::Tensor rows = x.reshape({-1, w.K}).to(at::kFloat), out = y.view({-1, w.N});
+  const int64_t tile = tile_rows(w.N, w.K);
+  for (int64_t n = 0; n < w.N; n += tile) {
+    const int64_t count = std::min(tile, w.N - n);
+    const at::Tensor unpacked = at::empty({count, w.K}, x.options().dtype(at::kFloat));
+    dequantize_into(unpacked, weight.narrow(0, n, count), rows_of(w, n, count));
+    std::optional<at::Tensor> b;
+    if (bias.type != no_bias) b = bias.tensor.narrow(0, n, count).to(at::kFloat);
+    for (int64_t m = 0; m < rows.size(0); m += max_matmul_rows) {
+      const int64_t height = std::min(max_matmul_rows, rows.size(0) - m);
+      const at::Tensor part = at::linear(rows.narrow(0, m, height), unpacked, b);
+      out.narrow(0, m, height).narrow(1, n, count).copy_(part);
+    }
+  }
+}
+
+at::Tensor linear_mps(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                      const std::optional<at::Tensor>& bias) {
+  const MatrixSize size = check_linear(x, weight, quant_type, bias);
+  const at::Tensor y = at::empty_symint(linear_shape(x, size), x.options());
+  if (y.numel() == 0) return y;
+  if (x.numel() == 0) return bias ? y.copy_(*bias) : y.zero_();  // K = 0
+
+  const at::Tensor packed = with_dense_rows(weight);
+  const Weight w = describe(packed, quant_type, size);
+  if (x.numel() / w.K <= max_gemv_M) {
+    linear_few_rows(x, packed, w, Bias(bias), y);
+  } else {
+    linear_many_rows(x, packed, w, Bias(bias), y);
+  }
+  return y;
+}
+
+at::Tensor dequantize_mps(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
+  const at::ScalarType type = dtype.value_or(at::kFloat);
+  const MatrixSize size = check_dequantize(weight, quant_type, type);
+  const at::Tensor out = at::empty_symint({size.N, size.K}, weight.options().dtype(type));
+  if (out.numel() == 0) return out;
+  const at::Tensor packed = with_dense_rows(weight);
+  dequantize_into(out, packed, describe(packed, quant_type, size));
+  return out;
+}
+
+// An index that is no row of weight gives a row of NaN: a kernel can't raise, and a check on the host would have to
+// wait for the GPU.
+at::Tensor embedding_mps(const at::Tensor& indices, const at::Tensor& weight, int64_t quant_type,
+                         std::optional<at::ScalarType> dtype) {
+  const at::ScalarType type = dtype.value_or(at::kFloat);
+  const MatrixSize size = check_embedding(indices, weight, quant_type, type);
+  const at::Tensor out = at::empty_symint(embedding_shape(indices, size), weight.options().dtype(type));
+  if (out.numel() == 0) return out;
+  const at::Tensor packed = with_dense_rows(weight), ids = indices.contiguous();
+  const auto plan = plan_embedding(describe(packed, quant_type, size), ids.numel(), ids.element_size(), dtype_of(type));
+  dispatch<EmbeddingParams, 3>(plan, {bind(packed), bind(ids), bind(out)}, ids, out);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_qgemv, MPS, m) {
+  m.impl("linear", &linear_mps);
+  m.impl("dequantize", &dequantize_mps);
+  m.impl("embedding", &embedding_mps);
+}
+
+}  // namespace qgemv::mps

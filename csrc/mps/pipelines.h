@@ -1,0 +1,12 @@
+// Metal pipelines, made on first use and kept for the process.
+#pragma once
+#import <Metal/Metal.h>
+
+#include "launch_plan.h"
+
+namespace qgemv::mps {
+
+// The pipeline of kernel_names[kernel]. Thread-safe. Throws with Metal's own text.
+id<MTLComputePipelineState> pipeline(const Kernel& kernel);
+
+}  // namespace qgemv::mps

@@ -1,0 +1,60 @@
+// What the launcher and the kernels agree on: arguments, geometry, alignment. Read by the Metal compiler and by
+// csrc/mps/launch_plan.h.
+#pragma once
+#include "formats.h"
+
+namespace qgemv {
+
+enum : uint32_t {
+  simd_width = 32,          // lanes of a SIMD-group
+  rows_per_simdgroup = 4,   // outputs that a SIMD-group of the gemv kernels makes
+  simdgroups_per_group = 2  // SIMD-groups in one of their threadgroups
+};
+
+// A bias is read in the type it has.
+enum : uint32_t { no_bias, float_bias, half_bias, bfloat_bias };
+
+struct LinearParams {
+  uint64_t row_bytes;  // from one row of the weight to the next
+  uint64_t x_stride;   // elements from one row of x to the next
+  uint32_t N, K;
+  uint32_t bias_type;
+  uint32_t reserved;
+};
+static_assert(sizeof(LinearParams) == 32, "the same on both sides");
+
+struct DequantizeParams {
+  uint64_t row_bytes;
+  uint32_t K;
+  uint32_t reserved;
+};
+static_assert(sizeof(DequantizeParams) == 16, "the same on both sides");
+
+struct EmbeddingParams {
+  uint64_t row_bytes;
+  uint32_t N, K;
+  uint32_t index_bytes;  // 4 or 8
+  uint32_t reserved;
+};
+static_assert(sizeof(EmbeddingParams) == 24, "the same on both sides");
+
+// Bytes that the start of every row must be a multiple of for a format's usual kernels; elsewhere its plain kernels
+// run, which read single bytes. Without an entry here: two, for fields of 16 bits.
+template <typename F>
+struct Alignment {
+  enum : uint32_t { bytes = 2 };
+};
+template <>
+struct Alignment<Q4_K> {
+  enum : uint32_t { bytes = 16 };
+};
+template <>
+struct Alignment<Q5_K> {
+  enum : uint32_t { bytes = 16 };
+};
+template <>
+struct Alignment<IQ4_XS> {
+  enum : uint32_t { bytes = 8 };
+};
+
+}  // namespace qgemv

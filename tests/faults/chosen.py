@@ -1,0 +1,147 @@
+"""Faults that people make, each with the test that catches it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import metal_sim
+
+from . import sandbox
+from .sandbox import Outcome, Trouble
+
+GEMV, LAUNCHER, PIPELINES = "metal/gemv.h", "csrc/mps/launcher.mm", "csrc/mps/pipelines.mm"
+DISPATCH = "[encoder dispatchThreads:metal_size(p->grid) threadsPerThreadgroup:metal_size(p->threadgroup)];"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which is there once, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str  # in tests/
+
+    def apply(self, source: str) -> str:
+        if (count := source.count(self.old)) != 1:
+            raise Trouble(f"{self.file} has {count} times, not once: {self.old}")
+        return source.replace(self.old, self.new)
+
+
+def every_shape(quant_type: str) -> str:
+    return f"test_mps.py::test_every_kernel_in_every_shape[mps-sim-{quant_type}-float]"
+
+
+RUNS = "test_mps.py::test_the_kernel_that_runs[mps-sim-Q4_0-float]"
+IN_PLACE = "test_mps.py::test_buffers_are_bound_in_place[mps-sim]"
+THOUSAND = "test_mps.py::test_a_thousand_calls_share_an_encoder_and_leave_nothing[mps-sim]"
+ONE_LAUNCH = "test_mps.py::test_up_to_eight_rows_are_one_launch[mps-sim-{}]"
+MADE_ONCE = "test_mps.py::test_a_pipeline_is_made_once[mps-sim]"
+
+FAULTS = [
+    Fault(
+        "a buffer's offset dropped",
+        LAUNCHER,
+        "return {buffer_of(t), offset_of(t)};",
+        "return {buffer_of(t), 0};",
+        IN_PLACE,
+    ),
+    Fault(
+        "buffers swapped",
+        LAUNCHER,
+        "{bind(weight), bind(rows), bias_or_any, bind(y)}",
+        "{bind(rows), bind(weight), bias_or_any, bind(y)}",
+        IN_PLACE,
+    ),
+    Fault(
+        "row stride of the weight dropped",
+        LAUNCHER,
+        "uint64_t(weight.stride(0))};",
+        "uint64_t(weight.size(1))};",
+        "test_linear.py::test_views_of_weight[mps-sim-Q4_K]",
+    ),
+    Fault(
+        "grid rounded down",
+        "csrc/mps/launch_plan.h",
+        "(uint64_t(w.N) + rows_per_group - 1) / rows_per_group",
+        "uint64_t(w.N) / rows_per_group",
+        ONE_LAUNCH.format(1),
+    ),
+    Fault("no clamp of the tail's loads", GEMV, "min(first + r, p.N - 1)", "(first + r)", every_shape("Q4_0")),
+    Fault("no bound of the stores", GEMV, "lane == r && first + r < p.N", "lane == r", every_shape("Q4_0")),
+    Fault("every lane stores", GEMV, "lane == r && first + r < p.N", "first + r < p.N", every_shape("Q4_0")),
+    Fault("wrong bias index", GEMV, "p.bias_type, first + r)", "p.bias_type, r)", every_shape("Q4_0")),
+    Fault("x stride dropped", GEMV, "x + group.y * p.x_stride", "x", ONE_LAUNCH.format(2)),
+    Fault("row of y dropped", GEMV, "y[ulong(group.y) * p.N + first + r]", "y[first + r]", ONE_LAUNCH.format(2)),
+    Fault(
+        "no barrier behind the table of IQ4_XS",
+        "metal/lanes/iq4_xs.h",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "",
+        every_shape("IQ4_XS"),
+    ),
+    Fault(
+        "scales of Q4_K unpacked wrongly",
+        "metal/lanes/q4_k.h",
+        "six = last ? 0x000f000fu : 0x003f003fu;",
+        "six = 0x003f003fu;",
+        every_shape("Q4_K"),
+    ),
+    Fault(
+        "half subnormals flushed to zero",
+        "metal/storage.h",
+        "return float(as_type<half>(ushort(n)));",
+        "return n < 1024u ? 0.0f : float(as_type<half>(ushort(n)));",
+        every_shape("IQ4_XS"),
+    ),
+    Fault(
+        "commit in every call",
+        LAUNCHER,
+        DISPATCH,
+        f"{DISPATCH} stream->synchronize(at::mps::SyncType::COMMIT);",
+        THOUSAND,
+    ),
+    Fault("an object leaked in every call", LAUNCHER, DISPATCH, f"{DISPATCH} [NSMutableDictionary new];", THOUSAND),
+    Fault("no pool for what a call makes", LAUNCHER, DISPATCH, f'{DISPATCH} [[@"" copy] retain];', THOUSAND),
+    Fault("the compile options leaked", PIPELINES, "[[MTLCompileOptions new] autorelease]", "[MTLCompileOptions new]", MADE_ONCE),
+    Fault("the Metal function leaked", PIPELINES, "[function release];", "", MADE_ONCE),
+    Fault("math mode not set", PIPELINES, "\n  set_safe_math(options);", "", RUNS),
+    Fault(
+        "fast math on an older macOS",
+        PIPELINES,
+        "options.fastMathEnabled = NO;",
+        "options.fastMathEnabled = YES;",
+        "test_mps.py::test_an_older_macos_turns_fast_math_off",
+    ),
+    Fault(
+        "libraries not kept",
+        PIPELINES,
+        "kept.store(state, std::memory_order_release);",
+        "",
+        MADE_ONCE,
+    ),
+    Fault(
+        "an index that is no row read all the same",
+        "metal/dequantize.metal",
+        "index >= long(p.N)",
+        "index > long(p.N)",
+        "test_mps.py::test_an_index_that_is_no_row_gives_nan[mps-sim-dtype0]",
+    ),
+]
+
+
+def attempt(fault: Fault, folder: Path, usual: Path) -> Outcome:
+    """usual: the library built from the unbroken sources."""
+    sandbox.copy_sources(folder)
+    sandbox.change(folder, fault.file, fault.apply)
+    try:
+        if sandbox.build_launcher(folder) == usual:
+            raise Trouble("the library built is the usual one")
+    except metal_sim.CompileError as error:
+        raise Trouble(f"the launcher does not compile: {error}") from None
+    return sandbox.pytest_outcome(folder, f"tests/{fault.test}")
+
+
+def unbroken(folder: Path) -> Outcome:
+    """What has to pass where nothing is broken."""
+    return sandbox.pytest_outcome(folder, *sorted({f"tests/{fault.test}" for fault in FAULTS}))

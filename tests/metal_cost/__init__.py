@@ -1,0 +1,97 @@
+"""Operations per weight in the hot loop of each gemv kernel, and their cost on an Apple GPU by a published model.
+
+The kernels are compiled as C++ for OpenCL (../msl_check), and the instructions of LLVM's optimised code counted: not
+Apple's compiler, but the same kind. `python tests/metal_cost` prints the table; table.txt is its committed copy.
+"""
+
+import importlib.metadata
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import msl_check
+from metal_sim import toolchain, translate
+from msl_check.opencl import language, metal_sources
+
+from . import llvm
+
+TABLE = Path(__file__).parent / "table.txt"
+# As Metal's compiler in safe mode: no contraction; lanes are scalar, so nothing is made into vectors; small loops go.
+OPTIMISE = [
+    *("-Wno-everything", "-O3", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"),
+    *("-mllvm", "-unroll-threshold=20000", "-mllvm", "-inline-threshold=1000000", "-S", "-emit-llvm"),
+]
+COLUMNS = (*llvm.COUNTED, "cycles")
+LEGEND = """\
+Operations per weight in the hot loop of the gemv kernels: a lane's instructions of one pass, divided by the weights
+that they use up. Made by `python tests/metal_cost --write`.
+  float    add, multiply, multiply-add        int    and, or, add, compare, select
+  convert  integer <-> float                  shift  shift, integer multiply
+  load     of any width
+  cycles   max(4 * (convert + shift), float + convert + int + shift): conversions, shifts and integer multiplies take
+           four cycles of a pipe beside the others, by public measurements of M1-generation GPUs. No time of memory.
+Not counted: moves between half and float, of 16 bits within a word, addresses.
+"""
+
+
+class Unavailable(RuntimeError):
+    """The table cannot be made here: libclang or ziglang is missing."""
+
+
+def compiler() -> str:
+    """What the counts hold for: the clang of this version of ziglang. Raises Unavailable without it."""
+    try:
+        return f"clang of ziglang {importlib.metadata.version('ziglang')}"
+    except importlib.metadata.PackageNotFoundError:
+        raise Unavailable(f"no compiler: `pip install {toolchain.ZIGLANG}`") from None
+
+
+def table(formats: list[str]) -> str:
+    """The table of all gemv kernels of these formats, below a head that names the compiler."""
+    lines = [f"compiler: {compiler()}", "", LEGEND, f"{'kernel':28}" + "".join(f"{name:>9}" for name in COLUMNS)]
+    for name in formats:
+        for kernel, costs in measure(name).items():
+            lines.append(f"{kernel:28}" + "".join(f"{costs[column]:9.3f}" for column in COLUMNS))
+    return "\n".join(lines) + "\n"
+
+
+def measure(quant_type: str) -> dict[str, dict[str, float]]:
+    """{kernel: {column: operations per weight}} of the gemv kernels of one format."""
+    source, macros = metal_sources()["gemv"], {"QGEMV_FORMAT": quant_type}
+    kernels = list(translate.INSTANTIATION.finditer(msl_check.preprocess(source, macros)))
+    module = compile_to_llvm(msl_check.as_opencl(source + _weights_of_one_pass(kernels), macros))
+    weights = [int(n) for n in re.findall(r"^@\w*weights_\d+\w* = .* constant i32 (\d+)", module, re.M)]
+    # All come out in the order of the source.
+    return {
+        re.sub(r'"\s*"|^"|"$', "", kernel["name"].strip()): _per_weight(llvm.count(llvm.hot_loop(body)), n)
+        for kernel, body, n in zip(kernels, llvm.functions(module), weights, strict=True)
+    }
+
+
+def _weights_of_one_pass(kernels) -> str:
+    """Constants, read back from LLVM's code: how many weights a lane uses up in one pass of each kernel's loop."""
+    lines = ["template <typename F, typename L, typename T> struct OnePass {",
+             "  enum { weights = rows_per_simdgroup * F::block_size / L::lanes };", "};"]  # fmt: skip
+    for i, kernel in enumerate(kernels):
+        arguments = kernel["function"].split("<", 1)[1]
+        lines.append(f"extern constant uint weights_{i};")
+        lines.append(f"constant uint weights_{i} = OnePass<{arguments}::weights;")
+    return "\nnamespace qgemv {\n" + "\n".join(lines) + "\n}\n"
+
+
+def _per_weight(counts: Counter, weights: int) -> dict[str, float]:
+    per = {name: counts[name] / weights for name in llvm.COUNTED}
+    slow = per["convert"] + per["shift"]
+    return {**per, "cycles": max(4 * slow, per["float"] + per["int"] + slow)}
+
+
+def compile_to_llvm(opencl: str) -> str:
+    """LLVM's optimised code of what msl_check.as_opencl returns."""
+    import ziglang
+
+    zig = Path(ziglang.__file__).parent / "zig"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.cl"
+        path.write_text(opencl)
+        return toolchain.run([str(zig), "clang", *language(), *OPTIMISE, str(path), "-o", "-"])

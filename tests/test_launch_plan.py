@@ -1,0 +1,259 @@
+"""csrc/mps/launch_plan.h, compiled by itself: which kernel, which arguments, which grid; and the embedded sources."""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from formats import TYPES, block_size, type_size
+
+ROOT = Path(__file__).parent.parent
+NAMES = {t.name: t for t in TYPES}
+SOURCE = r"""
+#include "launch_plan.h"
+#include "metal_sources.inc"
+#include <cstring>
+using namespace qgemv::mps;
+
+struct Result {
+  char error[256], kernel[64];
+  uint64_t grid[2], threadgroup[2], size;
+  unsigned char params[64];
+};
+
+template <typename P>
+void fill(Result* r, const Plan<P>& plan) {
+  strcpy(r->kernel, plan.kernel.name());
+  r->grid[0] = plan.grid.x, r->grid[1] = plan.grid.y;
+  r->threadgroup[0] = plan.threadgroup.x, r->threadgroup[1] = plan.threadgroup.y;
+  r->size = sizeof(P);
+  memcpy(r->params, &plan.params, sizeof(P));
+}
+
+struct Arguments {
+  int64_t family, quant_type, N, K, offset, row_bytes, count, x_stride, dtype, extra;
+};
+
+extern "C" void plan(const Arguments* a, Result* r) {
+  const Weight w{format_index(a->quant_type), a->N, a->K, uint64_t(a->offset), uint64_t(a->row_bytes)};
+  const Dtype dtype = Dtype(a->dtype);
+  try {
+    if (a->family == gemv) fill(r, plan_gemv(w, a->count, a->x_stride, dtype, uint32_t(a->extra)));
+    if (a->family == dequantize) fill(r, plan_dequantize(w, dtype));
+    if (a->family == embedding) fill(r, plan_embedding(w, a->count, uint32_t(a->extra), dtype));
+  } catch (const std::length_error& e) {
+    strncpy(r->error, e.what(), sizeof r->error - 1);
+  }
+}
+extern "C" const char* source(int i) { return i == gemv_source ? gemv_metal : dequantize_metal; }
+extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
+extern "C" int64_t tile(int64_t N, int64_t K) { return tile_rows(N, K); }
+extern "C" int aligned(uint64_t offset, uint64_t row_bytes) { return x_is_aligned(offset, row_bytes); }
+extern "C" void part(int64_t first, int64_t count, uint64_t* out) {
+  const Weight w = rows_of({0, 1000, 32, 100, 18}, first, count);
+  out[0] = w.N, out[1] = w.offset, out[2] = w.row_bytes;
+}
+"""
+
+
+class Result(ctypes.Structure):
+    _fields_ = [
+        ("error", ctypes.c_char * 256),
+        ("kernel", ctypes.c_char * 64),
+        ("grid", ctypes.c_uint64 * 2),
+        ("threadgroup", ctypes.c_uint64 * 2),
+        ("size", ctypes.c_uint64),
+        ("params", ctypes.c_ubyte * 64),
+    ]
+
+
+@pytest.fixture(scope="module")
+def embed():
+    spec = importlib.util.spec_from_file_location("embed", ROOT / "metal/embed.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory, embed):
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    assert compiler, "a C++ compiler has built the extension; now there is none"
+    folder = tmp_path_factory.mktemp("launch_plan")
+    source, out = folder / "plan.cpp", folder / "plan.so"
+    source.write_text(SOURCE)
+    embed.write(folder / "metal_sources.inc")
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc/mps'}", f"-I{folder}"]
+    subprocess.run([compiler, *flags, source, "-o", out], check=True)
+    library = ctypes.CDLL(str(out))
+    library.name.restype = library.source.restype = ctypes.c_char_p
+    library.tile.restype = ctypes.c_int64
+    library.tile.argtypes = [ctypes.c_int64] * 2
+    library.aligned.argtypes = [ctypes.c_uint64] * 2
+    return library
+
+
+@pytest.fixture
+def plan(library):
+    def plan(family, quant_type, N, K, *, offset=0, row_bytes=None, count=1, x_stride=0, dtype=1, extra=0):
+        row_bytes = K // block_size(quant_type) * type_size(quant_type) if row_bytes is None else row_bytes
+        family = ("gemv", "dequantize", "embedding").index(family)
+        arguments = (ctypes.c_int64 * 10)(
+            family, int(quant_type), N, K, offset, row_bytes, count, x_stride, dtype, extra
+        )
+        result = Result()
+        library.plan(arguments, ctypes.byref(result))
+        if result.error:
+            raise OverflowError(result.error.decode())
+        return SimpleNamespace(
+            kernel=result.kernel.decode(),
+            grid=tuple(result.grid),
+            threadgroup=tuple(result.threadgroup),
+            params=bytes(result.params[: result.size]),
+        )
+
+    return plan
+
+
+def test_names(library):
+    names = []
+    while name := library.name(len(names)):
+        names.append(name.decode())
+    dtypes = ("float", "half", "bfloat")
+    kinds = [(f, t, d) for f in ("gemv", "dequantize", "embedding") for t in NAMES for d in dtypes]
+    assert names == [f"{'_'.join(kind)}{plain}" for kind in kinds for plain in ("", "_plain")]
+
+
+@pytest.mark.parametrize("family", ["gemv", "dequantize", "embedding"])
+@pytest.mark.parametrize("quant_type", TYPES, ids=lambda t: t.name)
+def test_kernel(plan, family, quant_type):
+    for dtype, name in enumerate(("float", "half", "bfloat")):
+        assert plan(family, quant_type, 5, 256, dtype=dtype).kernel == f"{family}_{quant_type.name}_{name}"
+
+
+ALIGNMENT = {"Q4_K": 16, "Q5_K": 16, "IQ4_XS": 8}
+
+
+@pytest.mark.parametrize("family", ["gemv", "dequantize", "embedding"])
+@pytest.mark.parametrize("quant_type", TYPES, ids=lambda t: t.name)
+def test_weights_that_are_not_aligned_take_the_plain_kernel(plan, family, quant_type):
+    alignment = ALIGNMENT.get(quant_type.name, 2)
+    pitch = type_size(quant_type) * 8
+    assert pitch % alignment == 0
+    for offset in range(0, 33):
+        for extra in (0, 1, 2, 4, 8, 16):
+            kernel = plan(family, quant_type, 5, 256, offset=offset, row_bytes=pitch + extra).kernel
+            wide = offset % alignment == 0 and extra % alignment == 0
+            assert kernel.endswith("_plain") != wide, (offset, extra)
+
+
+def test_gemv_arguments(plan):
+    quant_type = NAMES["Q6_K"]
+    p = plan("gemv", quant_type, 4097, 512, row_bytes=2**33 + 6, count=3, x_stride=2**32 + 5, extra=2)
+    assert struct.unpack("<QQIIII", p.params) == (2**33 + 6, 2**32 + 5, 4097, 512, 2, 0)
+
+
+def test_dequantize_and_embedding_arguments(plan):
+    quant_type = NAMES["Q6_K"]
+    assert struct.unpack("<QII", plan("dequantize", quant_type, 7, 512, row_bytes=2**33).params) == (2**33, 512, 0)
+    p = plan("embedding", quant_type, 7, 512, count=9, extra=4)
+    assert struct.unpack("<QIIII", p.params) == (420, 7, 512, 4, 0)
+
+
+@pytest.mark.parametrize("N", [1, 2, 7, 8, 9, 127, 128, 4096, 248320])
+@pytest.mark.parametrize("M", [1, 8])
+def test_gemv_grid(plan, N, M):
+    """Threadgroups of two SIMD-groups, each of which makes four outputs; a row of x each in y."""
+    p = plan("gemv", NAMES["Q4_K"], N, 256, count=M)
+    assert p.threadgroup == (64, 1)
+    assert p.grid[0] % 64 == 0 and p.grid[1] == M
+    groups = p.grid[0] // 64
+    assert (groups - 1) * 8 < N <= groups * 8
+
+
+@pytest.mark.parametrize("K", [32, 256, 4096, 4352, 2**20])
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_decode_grid(plan, K, rows):
+    for p in (plan("dequantize", NAMES["Q4_0"], rows, K), plan("embedding", NAMES["Q4_0"], 5, K, count=rows)):
+        assert p.grid == (K // 16, rows)
+        x, y = p.threadgroup
+        assert 1 <= x <= p.grid[0] and 1 <= y <= p.grid[1] and x * y <= 256
+        assert x * y == 256 or x == p.grid[0] or y == 1, "as many threads as there is work for"
+        assert (x + 1) * y > 256 or x == p.grid[0]
+
+
+def test_limits(plan):
+    quant_type = NAMES["Q4_0"]
+    largest = (2**32 - 1) // 64 * 8
+    assert plan("gemv", quant_type, largest, 32).grid[0] < 2**32
+    with pytest.raises(OverflowError, match=rf"torch_qgemv.linear: N = {largest + 1} .*N = {largest + 1}, K = 32"):
+        plan("gemv", quant_type, largest + 1, 32)
+    with pytest.raises(OverflowError, match=r"linear: M = 9 is more than the 8 .*N = 5, K = 32"):
+        plan("gemv", quant_type, 5, 32, count=9)
+    for family in ("gemv", "dequantize", "embedding"):
+        assert plan(family, quant_type, 5, 2**32 - 32).kernel
+        with pytest.raises(OverflowError, match=r"K = 4294967296 is more than the 4294967295 .*N = 5, K = 4294967296"):
+            plan(family, quant_type, 5, 2**32)
+    for family in ("dequantize", "embedding"):
+        assert plan(family, quant_type, 2**32 - 1, 32).kernel
+        with pytest.raises(OverflowError, match=f"torch_qgemv.{family}: N = 4294967296 is more"):
+            plan(family, quant_type, 2**32, 32)
+    with pytest.raises(OverflowError, match="number of indices = 4294967296"):
+        plan("embedding", quant_type, 5, 32, count=2**32)
+
+
+def test_tiles_are_bounded(library):
+    for N in (1, 100, 4096, 12288, 248320, 2**31):
+        for K in (32, 4096, 12288, 2**24, 2**31):
+            rows = library.tile(N, K)
+            assert 1 <= rows <= min(N, 32768)
+            assert rows == 1 or rows * K * 4 <= 64 << 20
+            assert rows == min(N, 32768) or (rows + 1) * K * 4 > 64 << 20, "no smaller than it has to be"
+
+
+def test_rows_of_a_weight(library):
+    out = (ctypes.c_uint64 * 3)()
+    library.part(7, 13, out)
+    assert list(out) == [13, 100 + 7 * 18, 18]
+
+
+def test_x_has_to_be_aligned(library):
+    assert [library.aligned(offset, 64) for offset in (0, 2, 8, 16, 24, 32)] == [1, 0, 0, 1, 0, 1]
+    assert [library.aligned(32, row) for row in (0, 2, 8, 16, 24, 32)] == [1, 0, 0, 1, 0, 1]
+
+
+# ---- The embedded sources
+
+
+def test_embedded_sources(library, embed):
+    for i, name in enumerate(("gemv", "dequantize")):
+        text = library.source(i).decode("ascii")
+        assert text == embed.flatten(ROOT / f"metal/{name}.metal") + "\n"
+        assert '#include "' not in text and "#pragma once" not in text
+        assert text.count("struct Q4_K ") == 1, "each header once"
+        lines = text.splitlines()
+        where = lines.index("struct Q4_K : SuperBlockK4 {  // w = d * (6-bit scale) * q - dmin * (6-bit min)")
+        marker = max(i for i in range(where) if lines[i].startswith("#line"))
+        number, file = int(lines[marker].split()[1]) + where - marker - 1, lines[marker].split()[2].strip('"')
+        assert (ROOT / file).read_text().splitlines()[number - 1] == lines[where]
+
+
+def test_a_header_that_is_up_to_date_is_left_alone(embed, tmp_path):
+    header = tmp_path / "made/metal_sources.inc"
+    embed.write(header)
+    os.utime(header, (1, 1))
+    embed.write(header)
+    assert header.stat().st_mtime == 1
+
+
+def test_sources_are_plain_ascii(embed, tmp_path, monkeypatch):
+    monkeypatch.setattr(embed, "METAL", tmp_path)
+    (tmp_path / "a.metal").write_text('#include "b.h"\n', encoding="utf-8")
+    (tmp_path / "b.h").write_text("// fine\n// 3 \u00b5s\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"metal/b.h:2: Metal sources are plain ASCII, got '// 3 \u00b5s'"):
+        embed.embedded()
