@@ -23,7 +23,9 @@ def test_all_types_and_dtypes(quant_type, dtype, device):
             for M in (1, 3, 17):
                 x = random_x((M, K), dtype, seed=M)
                 y = torch_qgemv.linear(x.to(device), weight, quant_type)
-                assert_linear_close(y, x, matrix, context=f"N={N} K={K} M={M}")
+                # On MPS, more than 8 rows are torch's own float32 product: its sums are less exact than ours.
+                by_torch = device != "cpu" and M > 8
+                assert_linear_close(y, x, matrix, positive=by_torch, context=f"N={N} K={K} M={M}")
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -99,13 +101,13 @@ def test_views_of_weight(quant_type, device):
     assert_linear_close(torch_qgemv.linear(x, weight.T.contiguous().T, quant_type), x, matrix)
 
 
-@pytest.mark.parametrize("bias_dtype", [*DTYPES, torch.float64], **by_name)
 @pytest.mark.parametrize("dtype", DTYPES, **by_name)
-def test_bias(dtype, bias_dtype, device):
+def test_bias_of_any_float_dtype(dtype, device):
     packed, x = random_packed(TYPES[4], 19, 64), random_x((3, 64), dtype)
-    bias = (torch.arange(38) / 7).to(bias_dtype)[::2]
-    y = torch_qgemv.linear(x.to(device), packed.to(device), TYPES[4], bias.to(device))
-    assert_linear_close(y, x, dequantized(packed, TYPES[4]), bias.float())
+    for bias_dtype in (*DTYPES, torch.float64) if device == "cpu" else DTYPES:  # MPS has no float64
+        bias = (torch.arange(38) / 7).to(bias_dtype)[::2]
+        y = torch_qgemv.linear(x.to(device), packed.to(device), TYPES[4], bias.to(device))
+        assert_linear_close(y, x, dequantized(packed, TYPES[4]), bias.float())
 
 
 def test_empty_weight(device):
@@ -190,8 +192,9 @@ def test_errors(device):
         linear(x, weight[:, :143], "Q4_K")
     with pytest.raises(ValueError, match=r"weight must be \[N, row_bytes\]"):
         linear(x, weight[None], "Q4_K")
-    with pytest.raises(TypeError, match="x must be float32, float16 or bfloat16, got Double"):
-        linear(x.double(), weight, "Q4_K")
+    if device == "cpu":  # MPS has no float64
+        with pytest.raises(TypeError, match="x must be float32, float16 or bfloat16, got Double"):
+            linear(x.double(), weight, "Q4_K")
     with pytest.raises(TypeError, match=r"x must be .* got Int"):
         linear(x.int(), weight, "Q4_K")
     with pytest.raises(TypeError, match=r"uint8.*got Char"):

@@ -14,6 +14,14 @@ ops = torch.ops.torch_qgemv
 Q4_K = TYPES[7]
 
 
+def opcheck(op, args, device):
+    """All of torch's checks that there are for the device."""
+    utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if device == "cpu":  # torch has it for CPU, CUDA and XPU only
+        utils.append("test_autograd_registration")
+    torch.library.opcheck(op, args, test_utils=utils)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(256,), (2, 256), (0, 256), (2, 3, 256)])
 def test_opcheck_linear(shape, dtype, device):
@@ -21,16 +29,16 @@ def test_opcheck_linear(shape, dtype, device):
     x = random_x(shape, dtype).to(device).requires_grad_()
     bias = torch.randn(5, device=device, requires_grad=True)
     for b in (None, bias):
-        torch.library.opcheck(ops.linear.default, (x, packed, int(Q4_K), b))
-    torch.library.opcheck(ops.linear.default, (x.detach().as_strided(shape, (0,) * len(shape)), packed, int(Q4_K)))
+        opcheck(ops.linear.default, (x, packed, int(Q4_K), b), device)
+    opcheck(ops.linear.default, (x.detach().as_strided(shape, (0,) * len(shape)), packed, int(Q4_K)), device)
 
 
 def test_opcheck_dequantize_and_embedding(device):
     packed = random_packed(Q4_K, 5, 256).to(device)
     indices = torch.tensor([[4, 0], [1, 1]], device=device)
     for dtype in (None, torch.float16):
-        torch.library.opcheck(ops.dequantize.default, (packed, int(Q4_K), dtype))
-        torch.library.opcheck(ops.embedding.default, (indices, packed, int(Q4_K), dtype))
+        opcheck(ops.dequantize.default, (packed, int(Q4_K), dtype), device)
+        opcheck(ops.embedding.default, (indices, packed, int(Q4_K), dtype), device)
 
 
 def test_meta_kernels_check_as_the_real_ones_do():
