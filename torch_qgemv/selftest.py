@@ -59,7 +59,8 @@ def choose_device(name: str) -> torch.device:
 
 def describe(device: torch.device) -> str:
     system = f"macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else platform.system()
-    chip = torch.backends.mps.get_name() if device.type == "mps" and torch.backends.mps.is_available() else ""
+    get_name = getattr(torch.backends.mps, "get_name", str)  # torch 2.10 may have none
+    chip = get_name() if device.type == "mps" else ""
     return f"torch_qgemv {__version__}, {device} {chip}, {system}, torch {torch.__version__}".replace(" ,", ",")
 
 

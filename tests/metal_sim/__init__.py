@@ -69,6 +69,7 @@ def install():
     torch.UntypedStorage.mps = _storage_to_mps
     torch.backends.mps.is_available.cache_clear()  # it remembers what it was told before
     torch._C._has_mps = True  # torch.backends.mps.is_built(), and with it torch.mps and torch.accelerator
+    torch._C._mps_get_name = lambda: "simulated Metal device"  # torch.backends.mps.get_name()
     return runtime
 
 
