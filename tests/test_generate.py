@@ -35,7 +35,7 @@ def main(example, monkeypatch):
     """Runs the example's main() with command-line arguments, on one thread."""
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--threads", "1", *map(str, args)])
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--threads", "1", "--device", "cpu", *map(str, args)])
         example.main()
 
     threads = torch.get_num_threads()
@@ -51,6 +51,7 @@ def numbers(table, name):
 
 def test_talks_measures_and_compares():
     command = [sys.executable, SCRIPT, MODEL, "--prompt", "the sea", "--tokens", "8", "--compare", "--threads", "1"]
+    command += ["--device", "cpu"]
     result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert "FutureWarning" not in result.stderr
