@@ -9,13 +9,12 @@ namespace qgemv {
 template <typename F, typename S, typename T>
 inline void decode_chunk(device const uchar* row, uint chunk, device T* out) {
   const uint chunks = F::block_size / chunk_size;
-  device const Block<F, S>& b = ((device const Block<F, S>*)row)[chunk / chunks];
-  const auto scales = F::template scales<S>(b);
+  float w[chunk_size];
+  decode<F, S>(((device const Block<F, S>*)row)[chunk / chunks], int(chunk % chunks), w);
   device vec<T, 4>* to = (device vec<T, 4>*)(out + chunk * chunk_size);
-  for (uint i = 0; i < chunk_size / 4; ++i) {
-    const float4 w = weights<F, S>(b, scales, int(chunk % chunks * (chunk_size / 4) + i));
+  for (int i = 0; i < chunk_size / 4; ++i) {
     vec<T, 4> rounded;
-    for (int j = 0; j < 4; ++j) rounded[j] = T(w[j]);
+    for (int j = 0; j < 4; ++j) rounded[j] = T(w[4 * i + j]);
     to[i] = rounded;
   }
 }

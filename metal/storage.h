@@ -25,17 +25,6 @@ struct Anywhere : Plain {
 template <typename F, typename S>
 using Block = typename F::template Fields<S>;
 
-// Weights 4i..4i+3 of a block whose scales are unpacked: equal to gguf's, bit for bit.
-template <typename F, typename S, typename Scales>
-inline float4 weights(device const Block<F, S>& b, thread const Scales& scales, int i) {
-  const int group = 4 * i / F::group, zero = F::template zero<S>();
-  const float scale = scales.scale(group), min = scales.min(group);
-  const uint codes = F::template codes<S>(b, i);
-  float4 w;
-  for (int j = 0; j < 4; ++j) w[j] = scale * float(int((codes >> (8 * j)) & 255u) - zero) - min;
-  return w;
-}
-
 // Numbers of 0..1023 as they lie masked in 16 bits. Read as a half such a number n is the subnormal n * 2^-24, exactly,
 // and a float multiply-add takes it as it is: no integer is converted. What is made from it is 2^24 times too small.
 static constant constexpr float tiny_unit = 16777216.0f;  // 2^24

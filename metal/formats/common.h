@@ -153,15 +153,15 @@ struct BlockScaledWithMin {
   }
 };
 
-// Weights 16 * chunk .. 16 * chunk + 15 of one block of any format.
+// Weights 16 * chunk .. 16 * chunk + 15 of one block of any format, in a storage of single blocks.
 static constant constexpr int chunk_size = 16;
-template <typename F>
-inline void decode(device const typename F::Block& b, int chunk, thread float* w) {
-  const auto scales = F::template scales<Plain>(b);
-  const int g = chunk * chunk_size / F::group, zero = F::template zero<Plain>();
+template <typename F, typename S = Plain>
+inline void decode(device const typename F::template Fields<S>& b, int chunk, thread float* w) {
+  const auto scales = F::template scales<S>(b);
+  const int g = chunk * chunk_size / F::group, zero = F::template zero<S>();
   const float scale = scales.scale(g), min = scales.min(g);
   for (int i = 0; i < chunk_size / 4; ++i) {
-    const uint codes = F::template codes<Plain>(b, chunk * (chunk_size / 4) + i);
+    const uint codes = F::template codes<S>(b, chunk * (chunk_size / 4) + i);
     for (int j = 0; j < 4; ++j) w[4 * i + j] = scale * float(int((codes >> (8 * j)) & 255u) - zero) - min;
   }
 }

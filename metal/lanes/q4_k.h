@@ -1,3 +1,6 @@
+// The mapping starts from the published ones of llama.cpp and MLX (both MIT): eight lanes a block, nibbles masked in
+// place, powers of two undone once per group. The decode without conversions and the scales in pairs are this
+// project's.
 #pragma once
 #include "generic.h"
 
