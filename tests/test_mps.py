@@ -222,6 +222,7 @@ def test_a_pipeline_is_made_once(mps, simulator):
     for dtype in DTYPES.values():
         torch_qgemv.linear(x.to(dtype), weight, Q6_K)
     assert pipelines() == made
+    assert not {"MTLFunction", "MTLCompileOptions"} & simulator.counters()["live"].keys()
 
 
 def test_threads(mps):

@@ -14,7 +14,19 @@ LAUNCHER = ("csrc/mps/launcher.mm", "csrc/mps/pipelines.mm", "csrc/mps/launch_pl
 
 OPERATORS = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&"},
-    **{"+": "-", "-": "+", "*": "+", "/": "*", "%": "/", "+=": "-=", "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "|"},
+    **{
+        "+": "-",
+        "-": "+",
+        "*": "+",
+        "/": "*",
+        "%": "/",
+        "+=": "-=",
+        "<<": ">>",
+        ">>": "<<",
+        "&": "|",
+        "|": "&",
+        "^": "|",
+    },
 }
 FLOAT = re.compile(r"(?<![\w.])\d+\.\d+f?\b")
 INTEGER = re.compile(r"(?<![\w.])(0[xX][0-9a-fA-F]+|\d+)([uU]?)(?![\w.])")
@@ -22,7 +34,10 @@ INTEGER = re.compile(r"(?<![\w.])(0[xX][0-9a-fA-F]+|\d+)([uU]?)(?![\w.])")
 OPERATOR = re.compile(r" (" + "|".join(re.escape(o) for o in sorted(OPERATORS, key=len, reverse=True)) + r") ")
 INDEX = re.compile(r"(?<=[\w\])])\[([^\[\]]+)\]")
 NOT_CODE = re.compile(r'//.*|"(?:[^"\\]|\\.)*"|static_assert.*|^\s*#\s*(?:include|import|pragma|undef|ifn?def|line).*')
-ARRAY_SIZE = re.compile(r"^\s*(?:threadgroup |static |device const )*(?:float|uint|uchar\*|int) [\w\[\], {}=+:]*[;,]")
+# Declared sizes of arrays are left alone: a larger one changes nothing, and of a smaller one in a thread's own memory
+# the simulator sees only what is read by an index, not by a pointer.
+DECLARATION = re.compile(r"^\s*(?:threadgroup |static |device const )*(?:float|uint|uchar\*|int) [\w\[\], {}=+:]*;")
+ARRAY = re.compile(r"\w+(?:\[[^\]]*\])+")
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,10 @@ def _integers(old: str, suffix: str) -> list[str]:
     return [(f"0x{v:0{len(old) - 2}x}" if old[:2].lower() == "0x" else str(v)) + suffix for v in values]
 
 
+def _blank(match: re.Match) -> str:
+    return " " * len(match[0])
+
+
 def _changes(line: str) -> Iterator[tuple[int, str, str]]:
     """(column, old, new) of a line without what isn't code."""
     for match in FLOAT.finditer(line):
@@ -64,16 +83,16 @@ def _changes(line: str) -> Iterator[tuple[int, str, str]]:
             yield match.start(), match[0], new
     for match in OPERATOR.finditer(line):
         yield match.start(1), match[1], OPERATORS[match[1]]
-    if not ARRAY_SIZE.match(line):
-        for match in INDEX.finditer(line):
-            if not INTEGER.fullmatch(match[1]):
-                yield match.start(1), match[1], f"{match[1]} + 1"
+    for match in INDEX.finditer(line):
+        if not INTEGER.fullmatch(match[1]):
+            yield match.start(1), match[1], f"{match[1]} + 1"
 
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
     found = []
     for number, text in enumerate(source.split("\n"), 1):
-        code = NOT_CODE.sub(lambda m: " " * len(m[0]), text)
+        code = NOT_CODE.sub(_blank, text)
+        code = ARRAY.sub(_blank, code) if DECLARATION.match(code) else code
         found += [Mutant(file, number, column, old, new, text) for column, old, new in sorted(_changes(code))]
     return found
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -53,6 +54,8 @@ def copy_sources(folder: Path):
 
 def change(folder: Path, file: str, edit: Callable[[str], str]):
     path = folder / file
+    if not path.exists():
+        raise Trouble(f"there is no {file}")
     before = path.read_text(encoding="utf-8")
     after = edit(before)
     if after == before:
@@ -66,19 +69,29 @@ def metal_source(folder: Path, name: str) -> str:
 
 
 def build_launcher(folder: Path) -> Path:
-    """The same library that conftest.py makes there. Its name is a digest of what it was made from."""
-    embedded = runpy.run_path(str(folder / "metal/embed.py"))["embedded"]()
+    """The library that conftest.py makes there. Its name is a digest of what it was made from.
+
+    The Metal text lies in a folder that keeps its name: where it alone has changed, launcher.mm isn't compiled again.
+    """
+    generated = folder / "generated"
+    generated.mkdir(exist_ok=True)
+    (generated / "metal_sources.inc").write_text(runpy.run_path(str(folder / "metal/embed.py"))["embedded"]())
     sources = sorted((folder / "csrc/mps").glob("*.mm"))
-    return metal_sim.build(sources, include_dirs=[folder / "csrc"], embedded={"metal_sources.inc": embedded})
+    return metal_sim.build(sources, include_dirs=[folder / "csrc", generated])
 
 
-def pytest_outcome(folder: Path, *arguments: str) -> Outcome:
-    """Runs tests of a copy on the simulated device. Raises Trouble where no test ran."""
+def pytest_outcome(folder: Path, *arguments: str, launcher: Path | None = None) -> Outcome:
+    """Runs tests of a copy on the simulated device, with a launcher built already. Raises Trouble where no test ran."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TORCH_QGEMV_TEST_DEVICES": "mps-sim", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    environment = {**os.environ, "TORCH_QGEMV_TEST_DEVICES": "mps-sim", "PYTHONPATH": paths}
+    plugin = []
+    if launcher:
+        environment["PREBUILT_LAUNCHER"], plugin = str(launcher), ["-p", "faults.prebuilt"]
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *plugin]
+    done = subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode < 0:
+        return Outcome(True, f"crash (signal {-done.returncode})")
+    if done.returncode > 1:
         raise Trouble(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-500:]}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return Outcome(done.returncode == 1, failed[0].split(" ", 1)[1] if failed else done.stdout.strip()[-300:])
@@ -89,6 +102,8 @@ def _child(task, slot, send):
         outcome = task(slot)
     except Trouble as trouble:
         outcome = Outcome(False, str(trouble), error=True)
+    except BaseException:  # of this program: no test has caught anything
+        outcome = Outcome(False, traceback.format_exc(), error=True)
     send.send(outcome)
 
 
