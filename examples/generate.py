@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -168,17 +169,25 @@ def measure(name: str, model: nn.Module, ids: torch.Tensor, load_seconds: float)
     }
 
 
-def measure_dequantized(path: Path, device: torch.device, ids: torch.Tensor):
-    """What `measure` says in the dtype in which the dequantized model decodes fastest, and its float32 greedy text."""
+@torch.inference_mode()
+def logits_of(model, ids: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocabulary] over a prompt and its continuation."""
+    return model(torch.cat([ids, torch.tensor([text])], 1).to(model.device)).logits[0].float().cpu()
+
+
+def measure_dequantized(path: Path, device: torch.device, ids: torch.Tensor, text: list[int]):
+    """What `measure` says in the dtype in which the dequantized model decodes fastest; the greedy text of the float32
+    one, and its logits over `text`."""
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         start = time.perf_counter()
         model = unpack(load(path, device, dtype)[0])
         results.append(measure("dequantized", model, ids, time.perf_counter() - start))
-        text = generate(model, ids, COMPARED_TOKENS, eos_token_id=None) if dtype == torch.float32 else None
+        if dtype == torch.float32:
+            own, logits = generate(model, ids, COMPARED_TOKENS, eos_token_id=None), logits_of(model, ids, text)
         del model
         gc.collect()
-    return max(results, key=lambda result: result[0]), text
+    return max(results, key=lambda result: result[0]), own, logits
 
 
 def report_difference(tokenizer, packed: list[int], dequantized: list[int]) -> None:
@@ -223,20 +232,25 @@ def main() -> None:
 
     speed, column = measure("packed", model, ids, seconds)
     columns = [column]
+    types = Counter(module.quant_type.name for module in model.modules() if isinstance(module, PACKED_MODULES))
     if args.compare:
         if dtype != torch.float32:
             model = load(path, device, torch.float32)[0]
         text = generate(model, ids, COMPARED_TOKENS, eos_token_id=None)
+        logits = logits_of(model, ids, text)
         del model
         gc.collect()
-        (dequantized_speed, column), expected = measure_dequantized(path, device, ids)
+        (dequantized_speed, column), expected, exact = measure_dequantized(path, device, ids, text)
         columns.append(column)
     print(f"\n{path.name}: {path.stat().st_size / 1e6:.1f} MB; {device}, threads: {torch.get_num_threads()}; ", end="")
     print(f"prompt: {ids.shape[1]} tokens; resident before loading: {before / 1e6:.0f} MB")
+    print(f"packed layers on {device}: {', '.join(f'{count} {name}' for name, count in types.items())}")
     for name in columns[0]:
         print(f"{name:34}" + "".join(f"{column[name]:>24}" for column in columns))
     if args.compare:
         print(f"decode: {speed / dequantized_speed:.2f} times the speed of the dequantized model")
+        difference = (logits - exact).abs().max()
+        print(f"logits over {len(logits)} tokens: at most {difference:.1e} from those of the dequantized float32 model")
         report_difference(tokenizer, text, expected)
 
 

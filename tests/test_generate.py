@@ -64,6 +64,9 @@ def test_talks_measures_and_compares():
     assert numbers(table, "packed weights") == [0.9, 0]
     assert numbers(table, "other weights") == [0, 5.8]
     assert "packed float32" in table
+    (difference,) = re.findall(r"^logits over \d+ tokens: at most ([\d.e-]+) from", table, re.MULTILINE)
+    assert float(difference) <= 1e-4
+    assert re.search(r"^packed layers on cpu: .*\d+ Q4_K", table, re.MULTILINE)
     assert "The greedy text of 64 tokens equals that of the dequantized float32 model." in table
 
 

@@ -38,7 +38,7 @@ def record(simulator):
 # ---- Numerics
 
 
-SHAPES = [(N, 1) for N in (1, 2, 3, 5, 7, 8, 31, 33, 65, 96, 127)] + [(31, 3), (1, 17), (7, 17), (33, 17)]
+SHAPES = [(N, blocks) for blocks in (1, 3, 17) for N in (1, 2, 3, 5, 7, 8, 31, 33, 65, 96, 127)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
