@@ -48,8 +48,6 @@ class PackedWeight(torch.Tensor):
             return cls._embedding(*args, **kwargs)
         if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):
             cls._refuse_write(func)
-        if func is torch.Tensor.__deepcopy__:
-            return args[0].__deepcopy__(None)
         if func in (torch.Tensor.data.__get__, torch.Tensor.detach):  # a copy would lose writes silently
             return args[0]
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
