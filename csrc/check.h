@@ -35,9 +35,18 @@ struct MatrixSize {
   c10::SymInt N, K;
 };
 
+// Plain weights are [N, row_bytes]. On the CPU they may be interleaved (csrc/cpu/kernels.h), which their shape says:
+// [K / block_size, N, bytes of a block], with two blocks or more, so that a plain weight[None] is never taken for one.
 inline MatrixSize check_weight(const char* op, const at::Tensor& weight, const Format& format) {
   TORCH_CHECK_TYPE(weight.scalar_type() == at::kByte, "torch_qgemv.", op,
                    ": weight must hold packed bytes (uint8), got ", weight.scalar_type());
+  if (weight.dim() == 3 && weight.sym_size(0) > 1 && weight.sym_size(2) == format.type_size) {
+    TORCH_CHECK_VALUE(weight.is_cpu() || weight.is_meta(), "torch_qgemv.", op, ": weight ", weight.sym_sizes(),
+                      " is interleaved, which only the CPU can read, but is on ", weight.device());
+    TORCH_CHECK_VALUE(weight.is_contiguous(), "torch_qgemv.", op, ": weight ", weight.sym_sizes(),
+                      " is interleaved, so it can't be a view of parts");
+    return {weight.sym_size(1), weight.sym_size(0) * format.block_size};
+  }
   TORCH_CHECK_VALUE(weight.dim() == 2, "torch_qgemv.", op, ": weight must be [N, row_bytes], got ", weight.sym_sizes());
   const c10::SymInt row_bytes = weight.sym_size(1);
   TORCH_CHECK_VALUE(row_bytes % format.type_size == 0, "torch_qgemv.", op, ": weight has rows of ", row_bytes,
@@ -93,6 +102,20 @@ inline MatrixSize check_embedding(const at::Tensor& indices, const at::Tensor& w
   return size;
 }
 
+inline MatrixSize check_interleave(const at::Tensor& weight, int64_t quant_type) {
+  const MatrixSize size = check_weight("interleave", weight, check_quant_type("interleave", quant_type));
+  TORCH_CHECK_VALUE(weight.dim() == 2, "torch_qgemv.interleave: weight ", weight.sym_sizes(),
+                    " is interleaved already");
+  TORCH_CHECK_VALUE(weight.sym_size(1) > check_quant_type("interleave", quant_type).type_size,
+                    "torch_qgemv.interleave: weight ", weight.sym_sizes(), " has no two blocks in a row");
+  return size;
+}
+inline MatrixSize check_deinterleave(const at::Tensor& weight, int64_t quant_type) {
+  const MatrixSize size = check_weight("deinterleave", weight, check_quant_type("deinterleave", quant_type));
+  TORCH_CHECK_VALUE(weight.dim() == 3, "torch_qgemv.deinterleave: weight ", weight.sym_sizes(), " is not interleaved");
+  return size;
+}
+
 // The shape of x with its last size replaced, or with one more.
 inline std::vector<c10::SymInt> linear_shape(const at::Tensor& x, const MatrixSize& size) {
   std::vector<c10::SymInt> shape = x.sym_sizes().vec();
@@ -103,6 +126,14 @@ inline std::vector<c10::SymInt> embedding_shape(const at::Tensor& indices, const
   std::vector<c10::SymInt> shape = indices.sym_sizes().vec();
   shape.push_back(size.K);
   return shape;
+}
+
+inline std::vector<c10::SymInt> interleaved_shape(const at::Tensor& weight, int64_t quant_type) {
+  const c10::SymInt type_size = check_quant_type("interleave", quant_type).type_size;
+  return {weight.sym_size(1) / type_size, weight.sym_size(0), type_size};
+}
+inline std::vector<c10::SymInt> plain_shape(const at::Tensor& interleaved) {
+  return {interleaved.sym_size(1), interleaved.sym_size(0) * interleaved.sym_size(2)};
 }
 
 }  // namespace qgemv

@@ -26,6 +26,16 @@ at::Tensor embedding_meta(const at::Tensor& indices, const at::Tensor& weight, i
   return at::empty_symint(embedding_shape(indices, size), weight.options().dtype(type));
 }
 
+at::Tensor interleave_meta(const at::Tensor& weight, int64_t quant_type) {
+  check_interleave(weight, quant_type);
+  return at::empty_symint(interleaved_shape(weight, quant_type), weight.options());
+}
+
+at::Tensor deinterleave_meta(const at::Tensor& weight, int64_t quant_type) {
+  check_deinterleave(weight, quant_type);
+  return at::empty_symint(plain_shape(weight), weight.options());
+}
+
 std::vector<std::string> format_names() {
   std::vector<std::string> names;
   for (const Format& format : formats) names.push_back(format.name);
@@ -37,6 +47,9 @@ TORCH_LIBRARY(torch_qgemv, m) {
   m.def("dequantize(Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("embedding(Tensor indices, Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor",
         {at::Tag::pt2_compliant_tag});
+  // The form of a weight that the CPU multiplies fastest, and back. The other operators take either.
+  m.def("interleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("deinterleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
   // For tests and benchmarks: the kernels of one instruction set, which ones can run here (best first), and a read of
   // all bytes at the speed of the memory.
   m.def("_linear_isa(Tensor x, Tensor weight, int quant_type, Tensor? bias, str isa) -> Tensor");
@@ -50,6 +63,8 @@ TORCH_LIBRARY_IMPL(torch_qgemv, Meta, m) {
   m.impl("linear", &linear_meta);
   m.impl("dequantize", &dequantize_meta);
   m.impl("embedding", &embedding_meta);
+  m.impl("interleave", &interleave_meta);
+  m.impl("deinterleave", &deinterleave_meta);
 }
 
 }  // namespace qgemv

@@ -7,83 +7,75 @@ namespace qgemv::cpu {
 
 inline constexpr int activation_bits(Dtype dtype) { return dtype == Dtype::bf16 ? 16 : 24; }
 
-template <class V>
+template <class Isa>
 constexpr int limb_count(int bits) {
-  return (bits + V::limb_bits - 1) / V::limb_bits;
+  return (bits + Isa::limb_bits - 1) / Isa::limb_bits;
 }
 
-template <int bits>
-struct LimbType {
-  using type = int8_t;
-};
-template <>
-struct LimbType<16> {
-  using type = int16_t;
-};
-
-// One chunk of one row of x, for `groups` of 16 or 32 weights.
-template <class V, int L>
+// One chunk of one row of x, for groups of 16 or 32 weights.
+template <class Isa, int L>
 struct alignas(64) Activations {
-  using Limb = typename LimbType<V::limb_bits>::type;
-  Limb limbs[L][chunk];          // 16-bit limbs: weights 0, 2, 1, 3 of each four
-  int32_t start[chunk / 16][L];  // per group: -zero * sum of the limbs
-  float sum[chunk / 16];         // per group: sum of q
+  static constexpr int most_groups = chunk / 16;
+  typename Isa::Limb limbs[L][chunk];  // in the order that Isa::dot wants
+  int32_t start[L][most_groups];       // per group: -zero * sum of the limbs
+  float sum[most_groups];              // per group: sum of q
   float scale;
 
   // `count` values from x. False: see Kernels::pack.
   bool pack(const void* x, Dtype dtype, int count, int group, int zero);
+
+ private:
+  void sum_groups(int group, int zero);
 };
 
-template <class V, int L>
-bool Activations<V, L>::pack(const void* x, Dtype dtype, int count, int group, int zero) {
-  constexpr int bits = V::limb_bits * L < 24 ? V::limb_bits * L : 24, lanes = V::lanes;
+template <class Isa, int L>
+bool Activations<Isa, L>::pack(const void* x, Dtype dtype, int count, int group, int zero) {
+  using Float = typename Isa::Float;
+  using Int = typename Isa::Int;
+  constexpr int lanes = Isa::lanes, limb_bits = Isa::limb_bits, bits = limb_bits * L < 24 ? limb_bits * L : 24;
   constexpr float top = float(127 << (bits - 8));  // every limb stays in its range
-  using Float = typename V::Float;
-  using Int = typename V::Int;
   const int item = dtype == Dtype::f32 ? 4 : 2;
 
-  alignas(64) float values[chunk] = {};
-  alignas(64) int32_t q[chunk];
-  Float peaks = {}, rest = {};
+  alignas(64) float values[chunk];
+  Int peaks = {};  // the bits of |x|: as integers they are in the order of the numbers, infinities and NaNs at the end
   for (int k = 0; k < count; k += lanes) {
-    const Float v = V::load_as((const char*)x + int64_t(k) * item, dtype), size = v < 0 ? -v : v;
+    const Float v = load_as<Isa>((const char*)x + k * item, dtype);
+    const Int size = (Int)v & 0x7fffffff;
     peaks = size > peaks ? size : peaks;
-    rest += v * 0;  // NaN for infinities and NaNs
-    V::store(values + k, v);
+    store(values + k, v);
   }
-  float peak = 0, finite = 0;
-  for (int i = 0; i < lanes; ++i) peak = peaks[i] > peak ? peaks[i] : peak, finite += rest[i];
-  if (finite != 0 || (peak > 0 && peak < 1e-30f)) return false;
+  if (count < chunk) memset(values + count, 0, (chunk - count) * sizeof(float));
+  const int32_t peak_bits = Isa::reduce_max(peaks);
+  const float peak = load<float>(&peak_bits);
+  if (!(peak <= 3.4028235e38f) || (peak > 0 && peak < 1e-30f)) return false;
+
   scale = peak / top;
   const float inverse = peak > 0 ? top / peak : 0;
+  // Moved up by half a unit of each limb but the first, q has its limbs as they are, those moved up as well.
+  constexpr int half_limb = 1 << (limb_bits - 1), up = L == 1   ? 0
+                                                       : L == 2 ? half_limb
+                                                                : half_limb << limb_bits | half_limb;
   for (int k = 0; k < chunk; k += lanes) {
-    Int v = V::round(V::load(values + k) * inverse);
-    memcpy(q + k, &v, sizeof v);
+    const Int q = Isa::round(load<Float>(values + k) * inverse) + up;
+    for (int l = 0; l < L; ++l) Isa::store_limbs(limbs[l] + k, (q >> (limb_bits * (L - 1 - l))) ^ (l ? half_limb : 0));
   }
-
-  for (int g = 0; g < chunk / group; ++g) {
-    int32_t total = 0;
-    for (int k = g * group; k < (g + 1) * group; ++k) total += q[k];
-    sum[g] = float(total);
-  }
-  for (int l = L - 1; l >= 0; --l) {
-    for (int k = 0; k < chunk; ++k) {
-      limbs[l][k] = Limb(q[k]);
-      q[k] = (q[k] - limbs[l][k]) >> V::limb_bits;
-    }
-    for (int g = 0; g < chunk / group; ++g) {
-      int32_t total = 0;
-      for (int k = g * group; k < (g + 1) * group; ++k) total += limbs[l][k];
-      start[g][l] = -zero * total;
-    }
-    if (V::limb_bits == 16)
-      for (int k = 0; k < chunk; k += 4) {
-        const Limb second = limbs[l][k + 1];
-        limbs[l][k + 1] = limbs[l][k + 2];
-        limbs[l][k + 2] = second;
-      }
-  }
+  sum_groups(group, zero);
   return true;
+}
+
+template <class Isa, int L>
+void Activations<Isa, L>::sum_groups(int group, int zero) {
+  alignas(64) int32_t sums[most_groups], total[most_groups] = {};
+  for (int l = 0; l < L; ++l) {
+    Isa::sums_of_16(limbs[l], sums);
+    if (group == 32)
+      for (int g = 0; g < most_groups / 2; ++g) sums[g] = sums[2 * g] + sums[2 * g + 1];
+    for (int g = 0; g < most_groups; ++g) {
+      start[l][g] = -zero * sums[g];
+      total[g] = (total[g] << Isa::limb_bits) + sums[g];
+    }
+  }
+  for (int g = 0; g < most_groups; ++g) sum[g] = float(total[g]);
 }
 
 }  // namespace qgemv::cpu

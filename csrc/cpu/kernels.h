@@ -10,12 +10,17 @@ enum class Dtype { f32, f16, bf16 };
 
 constexpr int chunk = 256;        // activations that share one scale
 constexpr int token_block = 128;  // most rows of x in one call of `linear`
+constexpr int panel_rows = 16;    // rows of W that are multiplied together, and interleaved in a panel
 
-// Packed weights: row n starts at data + n * row_stride.
+// Packed weights of N rows. Plain: row n starts at data + n * row_stride. Interleaved: the first N / 16 * 16 rows lie
+// in panels, 16 rows each, in the same bytes as those rows would; the rows left over follow them as they are. In a
+// panel lie, block by block, the same block of its 16 rows, and in there, unit by unit (halves before, words, halves
+// behind, see metal/formats/common.h), the same unit of the 16 rows. The same on every processor.
 struct Weight {
   int64_t quant_type;
   const uint8_t* data;
   int64_t row_stride, N, K;
+  bool interleaved;
 };
 
 struct LinearArgs {
@@ -31,34 +36,40 @@ struct LinearArgs {
 struct Kernels {
   const char* name;
   bool (*supported)();
-  int lanes;  // rows of W made together
   // Bytes of one chunk of one row of x.
   size_t (*activation_bytes)(Dtype dtype);
   // Packs row `token` of x, contiguous, K values of `dtype`. False: it holds an infinity, a NaN or only tiny numbers,
   // and integers can't stand for it; use linear_exact for that row.
   bool (*pack)(const Weight& weight, const void* x, Dtype dtype, int64_t token, int64_t tokens, void* activations);
-  // Rows [begin * lanes, end * lanes) of W, as far as they exist.
+  // Panels [begin, end), the last of which may have fewer rows.
   void (*linear)(const LinearArgs& args, int64_t begin, int64_t end);
+  // Row n of W, K values of `dtype`.
+  void (*dequantize_row)(const Weight& weight, int64_t n, Dtype dtype, void* out);
+  // Full panels [begin, end) of plain rows, to where they start.
+  void (*interleave)(const Weight& plain, int64_t begin, int64_t end, uint8_t* out);
   // Reads `bytes` bytes as fast as this instruction set can, and does nothing else: the yardstick of the benchmarks.
   uint32_t (*read)(const uint8_t* data, int64_t bytes);
 };
 
-extern const Kernels avx512_vnni, avx2, portable;
+extern const Kernels avx512_vnni, avx_vnni, avx2, neon_dotprod, portable;
 
 // All that were built for this processor family, best first. Which of them can run here: supported().
 inline constexpr const Kernels* all_kernels[] = {
 #if defined(__x86_64__)
     &avx512_vnni,
+    &avx_vnni,
     &avx2,
+#elif defined(__aarch64__)
+    &neon_dotprod,
 #endif
     &portable,
 };
 
+// Row n of an interleaved weight as GGUF has it.
+void deinterleave_row(const Weight& weight, int64_t n, uint8_t* out);
+
 // y[n] = x . w_n + bias[n] for rows [begin, end) in double precision, any finite or non-finite x. Slow.
 void linear_exact(const Weight& weight, const float* x, const float* bias, float* y, int64_t begin, int64_t end);
-
-// Row n of W, K values of `dtype`.
-void dequantize_row(const Weight& weight, int64_t n, Dtype dtype, void* out);
 
 // K values of `dtype` as floats, and back.
 void to_float(const void* from, Dtype dtype, int64_t count, float* to);

@@ -1,7 +1,7 @@
 #if defined(__x86_64__)
 #include "target.h"
 QGEMV_TARGET_BEGIN("avx2,fma,f16c")
-#include "linear.h"
+#include "make_kernels.h"
 #include "simd_avx2.h"
 
 namespace qgemv::cpu {

@@ -3,8 +3,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -28,15 +33,18 @@ const Kernels& best_kernels() {
   return *best;
 }
 
-// Rows may lie at any distance; only the bytes of a row must be neighbours.
+// The rows of a plain weight may lie at any distance; only the bytes of a row must be neighbours.
 at::Tensor with_dense_rows(const at::Tensor& weight) {
-  return weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
+  return weight.dim() == 3 || weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
 }
 
 // const_data_ptr<T>() is avoided here: in torch 2.10 for macOS its symbol has a name that newer compilers don't use.
 Weight view(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size) {
-  return {quant_type, static_cast<const uint8_t*>(weight.const_data_ptr()), weight.stride(0), size.N.expect_int(),
-          size.K.expect_int()};
+  const bool interleaved = weight.dim() == 3;
+  const int64_t row_stride = interleaved ? weight.size(0) * weight.size(2) : weight.stride(0);
+  return {quant_type,          static_cast<const uint8_t*>(weight.const_data_ptr()),
+          row_stride,          size.N.expect_int(),
+          size.K.expect_int(), interleaved};
 }
 
 // Work for one thread: at least this many bytes read or written.
@@ -54,8 +62,8 @@ void linear_tokens(const Kernels& kernels, const Weight& w, const char* x, int64
   });
 
   const cpu::LinearArgs args{w, packed, tokens, bias, y, dtype};
-  const int64_t panels = (w.N + kernels.lanes - 1) / kernels.lanes;
-  const int64_t panel_bytes = kernels.lanes * w.row_stride * ((tokens + 3) / 4);
+  const int64_t panels = (w.N + cpu::panel_rows - 1) / cpu::panel_rows;
+  const int64_t panel_bytes = cpu::panel_rows * w.row_stride * ((tokens + 3) / 4);
   at::parallel_for(0, panels, grain(panel_bytes),
                    [&](int64_t begin, int64_t end) { kernels.linear(args, begin, end); });
 
@@ -139,10 +147,11 @@ at::Tensor dequantize_cpu(const at::Tensor& weight, int64_t quant_type, std::opt
   const at::Tensor out = at::empty_symint({size.N, size.K}, weight.options().dtype(type));
   if (out.numel() == 0) return out;
   const Weight w = view(packed, quant_type, size);
+  const Kernels& kernels = best_kernels();
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t row_bytes = w.K * int64_t(out.element_size());
   at::parallel_for(0, w.N, grain(row_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) cpu::dequantize_row(w, n, dtype_of(type), to + n * row_bytes);
+    for (int64_t n = begin; n < end; ++n) kernels.dequantize_row(w, n, dtype_of(type), to + n * row_bytes);
   });
   return out;
 }
@@ -160,10 +169,48 @@ at::Tensor embedding_cpu(const at::Tensor& indices, const at::Tensor& weight, in
     TORCH_CHECK_INDEX(0 <= id[i] && id[i] < w.N, "torch_qgemv.embedding: index ", id[i], " is out of range for ", w.N,
                       " rows");
   if (out.numel() == 0) return out;
+  const Kernels& kernels = best_kernels();
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t row_bytes = w.K * int64_t(out.element_size());
   at::parallel_for(0, ids.numel(), grain(row_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) cpu::dequantize_row(w, id[i], dtype_of(type), to + i * row_bytes);
+    for (int64_t i = begin; i < end; ++i) kernels.dequantize_row(w, id[i], dtype_of(type), to + i * row_bytes);
+  });
+  return out;
+}
+
+// Memory for `like`, in huge pages where the system has them: a matrix of megabytes is read from end to end, and the
+// processor would lose time on the addresses of small pages.
+at::Tensor empty_in_huge_pages(at::IntArrayRef shape, const at::Tensor& like) {
+  at::Tensor out = at::empty(shape, like.options());
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = 2 << 20;
+  const auto begin = (reinterpret_cast<uintptr_t>(out.mutable_data_ptr()) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(out.mutable_data_ptr()) + out.nbytes()) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish: it may fail
+#endif
+  return out;
+}
+
+at::Tensor interleave_cpu(const at::Tensor& weight, int64_t quant_type) {
+  const MatrixSize size = check_interleave(weight, quant_type);
+  const at::Tensor plain = with_dense_rows(weight);
+  const Weight w = view(plain, quant_type, size);
+  const at::Tensor out = empty_in_huge_pages(at::asIntArrayRefUnchecked(interleaved_shape(weight, quant_type)), weight);
+  const int64_t row_bytes = weight.size(1), panels = w.N / cpu::panel_rows, in_panels = panels * cpu::panel_rows;
+  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  at::parallel_for(0, panels, grain(cpu::panel_rows * row_bytes),
+                   [&](int64_t begin, int64_t end) { best_kernels().interleave(w, begin, end, to); });
+  for (int64_t n = in_panels; n < w.N; ++n) std::memcpy(to + n * row_bytes, w.data + n * w.row_stride, row_bytes);
+  return out;
+}
+
+at::Tensor deinterleave_cpu(const at::Tensor& weight, int64_t quant_type) {
+  const MatrixSize size = check_deinterleave(weight, quant_type);
+  const Weight w = view(weight, quant_type, size);
+  const at::Tensor out = at::empty({w.N, w.row_stride}, weight.options());
+  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  at::parallel_for(0, w.N, grain(w.row_stride), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) cpu::deinterleave_row(w, n, to + n * w.row_stride);
   });
   return out;
 }
@@ -172,6 +219,8 @@ TORCH_LIBRARY_IMPL(torch_qgemv, CPU, m) {
   m.impl("linear", &linear_cpu);
   m.impl("dequantize", &dequantize_cpu);
   m.impl("embedding", &embedding_cpu);
+  m.impl("interleave", &interleave_cpu);
+  m.impl("deinterleave", &deinterleave_cpu);
   m.impl("_linear_isa", &linear_isa);
   m.impl("_read", &read_cpu);
 }

@@ -1,6 +1,6 @@
-// What all instruction sets share: vectors of one 32-bit element per lane, a lane being one row of W, and the storage
-// (metal/formats/common.h) of panels: a block of each of `lanes` neighbouring rows, interleaved field by field. An
-// instruction set (simd_*.h) adds what it does best.
+// What all instruction sets share. An instruction set `Isa` (simd_*.h) has registers of `lanes` elements of 32 bits and
+// a few functions on them; here they become vectors of one element for each of the 16 rows of a panel, and the storage
+// (metal/formats/common.h) of panels.
 #pragma once
 #include "../../metal/formats.h"
 #include "kernels.h"
@@ -13,85 +13,138 @@ static inline float bf16_to_float(uint16_t v) {
   memcpy(&value, &bits, 4);
   return value;
 }
-static inline uint16_t float_to_bf16(float f) {
-  uint32_t v;
-  memcpy(&v, &f, 4);
-  return uint16_t(f != f ? (v >> 16) | 0x40 : (v + 0x7fff + ((v >> 16) & 1)) >> 16);
+
+template <class T>
+static inline T load(const void* from) {
+  T value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+template <class T>
+static inline void store(void* to, const T& value) {
+  memcpy(to, &value, sizeof value);
 }
 
-template <int lanes>
-struct VectorTypes;
-#define QGEMV_VECTOR_TYPES(lanes)                                  \
-  template <>                                                      \
-  struct VectorTypes<lanes> {                                      \
-    typedef uint32_t Word __attribute__((vector_size(4 * lanes))); \
-    typedef int32_t Int __attribute__((vector_size(4 * lanes)));   \
-    typedef float Float __attribute__((vector_size(4 * lanes)));   \
-  };
-QGEMV_VECTOR_TYPES(4)
-QGEMV_VECTOR_TYPES(8)
-QGEMV_VECTOR_TYPES(16)
-#undef QGEMV_VECTOR_TYPES
-
-// `Isa` makes every function here one of its own, compiled for it alone.
-template <class Isa, int n>
-struct Vectors {
+// The registers that every instruction set has, as types of the compiler. `Isa` is a parameter of all templates that
+// are compiled for one instruction set, so that no two of them share a function.
+template <int n>
+struct RegisterTypes {
   static constexpr int lanes = n;
-  using Word = typename VectorTypes<n>::Word;
-  using Int = typename VectorTypes<n>::Int;
-  using Float = typename VectorTypes<n>::Float;
+  typedef uint32_t Word __attribute__((vector_size(4 * n)));
+  typedef int32_t Int __attribute__((vector_size(4 * n)));
+  typedef float Float __attribute__((vector_size(4 * n)));
+  typedef uint16_t Short __attribute__((vector_size(2 * n)));
+  typedef uint8_t Byte __attribute__((vector_size(n)));
+  typedef uint32_t FourWords __attribute__((vector_size(16)));
+};
 
-  using Half = uint16_t[n];
-  using Short = uint16_t[n];
+// `lanes` values of x or y, as floats.
+template <class Isa>
+inline typename Isa::Float load_as(const void* p, Dtype dtype) {
+  using Float = typename Isa::Float;
+  if (dtype == Dtype::f32) return load<Float>(p);
+  return dtype == Dtype::f16 ? Isa::half((const uint16_t*)p) : (Float)(Isa::u16((const uint16_t*)p) << 16);
+}
+template <class Isa>
+inline void store_as(void* p, Dtype dtype, typename Isa::Float v) {
+  if (dtype == Dtype::f32) return store(p, v);
+  if (dtype == Dtype::f16) return Isa::store_half((uint16_t*)p, v);
+  using Word = typename Isa::Word;
+  const Word bits = (Word)v, nan = (Word)(v != v);
+  const Word rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, quiet = (bits >> 16) | 0x40u;
+  store(p, __builtin_convertvector((nan & quiet) | (~nan & rounded), typename Isa::Short));
+}
+
+// 16 elements, in as many registers as they need.
+template <class Isa, class T>
+struct Parts {
+  static constexpr int count = panel_rows / Isa::lanes;
+  T part[count];
+
+  template <class Fn>
+  static Parts make(Fn fn) {
+    static_assert(count == 1 || count == 2 || count == 4, "registers of 16, 8 or 4 elements");
+    if constexpr (count == 1)
+      return {{fn(0)}};
+    else if constexpr (count == 2)
+      return {{fn(0), fn(1)}};
+    else
+      return {{fn(0), fn(1), fn(2), fn(3)}};
+  }
+#define QGEMV_OPERATOR(op)                                      \
+  friend Parts operator op(const Parts& a, const Parts& b) {    \
+    return make([&](int i) { return a.part[i] op b.part[i]; }); \
+  }                                                             \
+  template <class Scalar>                                       \
+  friend Parts operator op(const Parts& a, Scalar b) {          \
+    return make([&](int i) { return a.part[i] op b; });         \
+  }
+  QGEMV_OPERATOR(+)
+  QGEMV_OPERATOR(-)
+  QGEMV_OPERATOR(*)
+  QGEMV_OPERATOR(&)
+  QGEMV_OPERATOR(|)
+  QGEMV_OPERATOR(^)
+  QGEMV_OPERATOR(<<)
+  QGEMV_OPERATOR(>>)
+#undef QGEMV_OPERATOR
+  friend Parts operator-(const Parts& a) {
+    return make([&](int i) { return -a.part[i]; });
+  }
+};
+
+// The storage of panels: one block of each of 16 neighbouring rows, interleaved unit by unit, a unit being a field of
+// 16 bits or a word of 32. Word w of row r is the r-th word of its 16.
+template <class IsaType>
+struct Vectors {
+  using Isa = IsaType;
+  using Word = Parts<Isa, typename Isa::Word>;
+  using Int = Parts<Isa, typename Isa::Int>;
+  using Float = Parts<Isa, typename Isa::Float>;
+  using Half = uint16_t[panel_rows];
+  using Short = uint16_t[panel_rows];
   template <int bytes>
   struct Bytes {
-    using type = uint32_t[bytes / 4][n];
+    using type = uint32_t[bytes / 4][panel_rows];
   };
+  static constexpr int limb_bits = Isa::limb_bits, code_bias = Isa::code_bias, lanes = Isa::lanes;
+  using Limb = typename Isa::Limb;
 
-  static Word word(const uint32_t (*bytes)[n], int i) {
-    Word v;
-    memcpy(&v, bytes[i], sizeof v);
-    return v;
+  static Float real(const Half& h) {
+    return Float::make([&](int p) { return Isa::half(h + p * lanes); });
   }
-  static Float to_float(Word v) { return __builtin_convertvector((Int)v, Float); }
-  static Float to_float(Int v) { return __builtin_convertvector(v, Float); }
-  static Float splat(float v) { return v - Float{}; }
-  static Int splat(int32_t v) { return v - Int{}; }
-  static Float load(const float* p) {
-    Float v;
-    memcpy(&v, p, sizeof v);
-    return v;
+  static Word u16(const Short& s) {
+    return Word::make([&](int p) { return Isa::u16(s + p * lanes); });
   }
-  static void store(float* p, Float v) { memcpy(p, &v, sizeof v); }
-
-  static Float load_bf16(const uint16_t* p) {
-    Float v;
-    for (int i = 0; i < n; ++i) v[i] = bf16_to_float(p[i]);
-    return v;
+  static Word word(const uint32_t (*bytes)[panel_rows], int i) { return load<Word>(bytes[i]); }
+  static Word signed_codes(const Word& v) { return code_bias ? v ^ 0x80808080u : v; }
+  static Word lookup(const Word& index, const int8_t* table) {
+    return Word::make([&](int p) { return Isa::lookup(index.part[p], table); });
   }
-  static void store_bf16(uint16_t* p, Float f) {
-    for (int i = 0; i < n; ++i) p[i] = float_to_bf16(f[i]);
+  static Word fifth_bits(const Word& v) {
+    return Word::make([&](int p) { return Isa::fifth_bits(v.part[p]); });
   }
-
-  // `n` values of x or y.
-  static Float load_as(const void* p, Dtype dtype) {
-    if (dtype == Dtype::f32) return load((const float*)p);
-    return dtype == Dtype::f16 ? Isa::real(*(const Half*)p) : Isa::load_bf16((const uint16_t*)p);
+  static Float to_float(const Word& v) { return to_float(load<Int>(&v)); }
+  static Float to_float(const Int& v) {
+    return Float::make([&](int p) { return __builtin_convertvector(v.part[p], typename Isa::Float); });
   }
-  static void store_as(void* p, Dtype dtype, Float v) {
-    if (dtype == Dtype::f32) return store((float*)p, v);
-    dtype == Dtype::f16 ? Isa::store_half((uint16_t*)p, v) : Isa::store_bf16((uint16_t*)p, v);
+  static Float splat(float v) {
+    return Float::make([&](int) { return v - typename Isa::Float{}; });
   }
-
-  static Word fifth_bits(Word v) { return (((v & 15u) * 0x00204081u) & 0x01010101u) << 4; }
-
-  // Words first..first+3 of a block of each row, interleaved. rows: where the four words of each row start.
-  static void interleave_words(const uint8_t* const (&rows)[n], size_t offset, uint32_t (*out)[n]) {
-    for (int r = 0; r < n; ++r) {
-      uint32_t four[4];
-      memcpy(four, rows[r] + offset, 16);
-      for (int i = 0; i < 4; ++i) out[i][r] = four[i];
-    }
+  static Int splat(int32_t v) {
+    return Int::make([&](int) { return v - typename Isa::Int{}; });
+  }
+  static Float fma(const Float& a, const Float& b, const Float& c) {
+    return Float::make([&](int p) { return Isa::fma(a.part[p], b.part[p], c.part[p]); });
+  }
+  // acc + codes of four weights times one limb of four x
+  static Int dot(const Int& acc, const Word& codes, const Limb* x) {
+    const auto four = Isa::four_limbs(x);
+    return Int::make([&](int p) { return Isa::dot(acc.part[p], codes.part[p], four); });
+  }
+  static void store_as(void* to, Dtype dtype, const Float& v) {
+    const int bytes = lanes * (dtype == Dtype::f32 ? 4 : 2);
+    for (int p = 0; p < Float::count; ++p) cpu::store_as<Isa>((char*)to + p * bytes, dtype, v.part[p]);
   }
 };
 

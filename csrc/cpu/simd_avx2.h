@@ -1,46 +1,39 @@
-// AVX2: vpmaddubsw would saturate with 8-bit limbs, so they have 16 bits (vpmaddwd), and codes are widened to meet
-// them.
+// AVX2 alone: vpmaddubsw would saturate with 8-bit limbs, so they have 16 bits (vpmaddwd), and codes are widened to
+// meet them.
 #pragma once
-#include <immintrin.h>
-
-#include "simd.h"
+#include "simd_256.h"
 
 namespace qgemv::cpu {
 
-struct Avx2 : Vectors<Avx2, 8> {
-  static constexpr int limb_bits = 16, code_bias = 128;
-  static Float real(const Half& h) { return (Float)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)h)); }
-  static void store_half(uint16_t* p, Float v) {
-    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+struct Avx2 : Avx2Base<Avx2> {
+  static constexpr int limb_bits = 16;
+  using Limb = int16_t;
+  struct Four {
+    __m256i even, odd;
+  };
+  static Four four_limbs(const int16_t* x) {
+    return {_mm256_set1_epi32(load<int32_t>(x)), _mm256_set1_epi32(load<int32_t>(x + 2))};
   }
-  static Word u16(const Short& s) { return (Word)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)s)); }
-  static Word signed_codes(Word v) { return v ^ 0x80808080u; }
-  static Word lookup(Word index, const int8_t* table) {
-    const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
-    return (Word)_mm256_shuffle_epi8(levels, (__m256i)index) ^ 0x80808080u;
+  static Int dot(Int acc, Word codes, const Four& four) {
+    return acc + (Int)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ffu), four.even) +
+           (Int)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)codes, 8), four.odd);
   }
-  static Float fma(Float a, Float b, Float c) { return (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-  static Int round(Float v) { return (Int)_mm256_cvtps_epi32((__m256)v); }
-  // x: limbs of weights 0, 2, 1, 3
-  static Int dot(Int acc, Word codes, const int16_t* x) {
-    int32_t even, odd;
-    memcpy(&even, x, 4);
-    memcpy(&odd, x + 2, 4);
-    return acc + (Int)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ffu), _mm256_set1_epi32(even)) +
-           (Int)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)codes, 8), _mm256_set1_epi32(odd));
+  // In the order that dot wants: weights 0, 2, 1, 3 of each four.
+  static void store_limbs(int16_t* to, Int v) {
+    const __m256i ordered = _mm256_shuffle_epi32((__m256i)v, 0xd8);
+    const __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(ordered, 16), 16);  // packing saturates
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, low), 0x08);
+    _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(packed));
   }
-  static void interleave_words(const uint8_t* const (&rows)[lanes], size_t offset, uint32_t (*out)[lanes]) {
-    auto two = [&](int r) {  // rows r and r + 4
-      return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(rows[r] + offset))),
-                                     _mm_loadu_si128((const __m128i*)(rows[r + 4] + offset)), 1);
+  static void sums_of_16(const int16_t* limbs, int32_t* sums) {
+    auto pairs = [&](int g) {
+      return _mm256_madd_epi16(_mm256_loadu_si256((const __m256i*)(limbs + 16 * g)), _mm256_set1_epi16(1));
     };
-    const __m256i a = two(0), b = two(1), c = two(2), d = two(3);
-    const __m256i ab0 = _mm256_unpacklo_epi32(a, b), ab1 = _mm256_unpackhi_epi32(a, b);
-    const __m256i cd0 = _mm256_unpacklo_epi32(c, d), cd1 = _mm256_unpackhi_epi32(c, d);
-    _mm256_storeu_si256((__m256i*)out[0], _mm256_unpacklo_epi64(ab0, cd0));
-    _mm256_storeu_si256((__m256i*)out[1], _mm256_unpackhi_epi64(ab0, cd0));
-    _mm256_storeu_si256((__m256i*)out[2], _mm256_unpacklo_epi64(ab1, cd1));
-    _mm256_storeu_si256((__m256i*)out[3], _mm256_unpackhi_epi64(ab1, cd1));
+    for (int g = 0; g < 16; g += 4) {
+      const __m256i halves = half_sums(pairs(g), pairs(g + 1), pairs(g + 2), pairs(g + 3));
+      _mm_storeu_si128((__m128i*)(sums + g),
+                       _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+    }
   }
 };
 

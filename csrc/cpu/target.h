@@ -1,6 +1,7 @@
 // Code between BEGIN and END is compiled for the named instruction sets, whatever the compiler's own flags are. All
 // system headers must be included before, here, so that what they define keeps the flags of the rest of the library.
 #pragma once
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <cstddef>
@@ -17,5 +18,6 @@
   _Pragma("GCC push_options") QGEMV_PRAGMA(GCC target(isa)) _Pragma("GCC diagnostic push") \
       _Pragma("GCC diagnostic ignored \"-Wmaybe-uninitialized\"")                          \
           _Pragma("GCC diagnostic ignored \"-Wuninitialized\"")
-#define QGEMV_TARGET_END _Pragma("GCC diagnostic pop") _Pragma("GCC pop_options")
+// Nothing is popped: GCC compiles lambdas of templates at the end of the file, with the options of that place.
+#define QGEMV_TARGET_END
 #endif

@@ -1,0 +1,52 @@
+// A chunk of a panel of format F, unpacked: a format of its own, of one block, as far as multiply_block needs it.
+#pragma once
+#include "panels.h"
+
+namespace qgemv::cpu {
+
+template <class V, class F>
+struct Unpacked {
+  using Float = typename V::Float;
+  static constexpr int block_size = chunk, group = F::group, groups = chunk / F::group;
+  static constexpr bool has_min = F::has_min;
+  struct alignas(64) Block {
+    uint32_t codes[chunk / 4][panel_rows];
+    float scale[groups][panel_rows], min[has_min ? groups : 1][panel_rows];
+  };
+  struct Scales {
+    const Block* block;
+    Float scale(int g) const { return load<Float>(block->scale[g]); }
+    Float min(int g) const { return has_min ? load<Float>(block->min[g]) : Float{}; }
+  };
+  template <class S>
+  static Scales scales(const Block& block) {
+    return {&block};
+  }
+  template <class S>
+  static constexpr int zero() {
+    return F::template zero<S>();
+  }
+  template <class S>
+  static typename V::Word codes(const Block& block, int i) {
+    return load<typename V::Word>(block.codes[i]);
+  }
+
+  // `count` blocks of a panel to `out`, for `fetch` see multiply_block. What lies behind them in a chunk meets zeros of
+  // x and only has to be finite.
+  static void unpack(const Panel<V, F>* blocks, int count, bool fetch, Block& out) {
+    constexpr int words = F::block_size / 4, groups_each = F::block_size / F::group;
+    for (int b = 0; b < count; ++b) {
+      const auto scales = F::template scales<V>(blocks[b]);
+      QGEMV_UNROLL_BLOCK(16)
+      for (int g = 0; g < groups_each; ++g) {
+        if (fetch) fetch_behind(blocks[b], g, groups_each);
+        store(out.scale[b * groups_each + g], scales.scale(g));
+        if (has_min) store(out.min[b * groups_each + g], scales.min(g));
+      }
+      QGEMV_UNROLL_BLOCK(64)
+      for (int i = 0; i < words; ++i) store(out.codes[b * words + i], F::template codes<V>(blocks[b], i));
+    }
+  }
+};
+
+}  // namespace qgemv::cpu
