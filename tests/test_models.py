@@ -219,7 +219,7 @@ def test_load_gguf_into_any_module(tmp_path, start, as_function):
     names = (lambda name: SMALL_NAMES.get(name, name)) if as_function else SMALL_NAMES
     result = torch_qgemv.load_gguf(model, write_gguf(tmp_path / "small.gguf", SMALL), names, progress=False)
     assert result == ([], [])
-    assert type(model.embedding) is QuantEmbedding and type(model.output) is QuantLinear
+    assert isinstance(model.embedding, QuantEmbedding) and isinstance(model.output, QuantLinear)
     assert not model.output.training
     assert model.steps.tolist() == [1.0, 2.0] and model.steps.dtype == torch.float64
     expected = Small()
@@ -249,7 +249,7 @@ def test_strict_error_lists_both_sides_and_changes_nothing(tmp_path):
     result = torch_qgemv.load_gguf(model, path, SMALL_NAMES, strict=False, progress=False)
     assert sorted(result.missing) == ["norm.bias", "steps"]
     assert result.unexpected == ["stray.weight"]
-    assert type(model.output) is QuantLinear
+    assert isinstance(model.output, QuantLinear)
     left_out = SMALL_NAMES | {"stray.weight": None}
     assert torch_qgemv.load_gguf(Small(), path, left_out, strict=False, progress=False).unexpected == []
 

@@ -256,7 +256,7 @@ def test_quantize_model_replaces_in_place(device):
     x = random_x((4, 64)).to(device)
     before = model[2](model[1](model[0](x)))
     assert torch_qgemv.quantize_model(model, "Q8_0") is model
-    assert [type(m) for m in (model[0], model[2][0], model[3])] == [QuantLinear, QuantLinear, nn.Embedding]
+    assert isinstance(model[0], QuantLinear) and isinstance(model[2][0], QuantLinear) and type(model[3]) is nn.Embedding
     assert model.twin is model[0]
     after = model[2](model[1](model[0](x)))
     assert (after - before).norm() < 0.02 * before.norm()
@@ -265,11 +265,11 @@ def test_quantize_model_replaces_in_place(device):
 def test_quantize_model_predicate_and_errors():
     model = make_model()
     torch_qgemv.quantize_model(model, "Q8_0", lambda name, module: name.startswith("2"))
-    assert type(model[0]) is nn.Linear and type(model[2][0]) is QuantLinear
+    assert type(model[0]) is nn.Linear and isinstance(model[2][0], QuantLinear)
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64))
     with pytest.raises(ValueError, match=r"1 \(in_features=48\)"):
         torch_qgemv.quantize_model(model, "Q8_0")
     assert type(model[0]) is nn.Linear
-    assert type(torch_qgemv.quantize_model(nn.Linear(64, 2), "Q8_0")) is QuantLinear
+    assert isinstance(torch_qgemv.quantize_model(nn.Linear(64, 2), "Q8_0"), QuantLinear)
     with pytest.raises(NotImplementedError, match="Q4_K"):
         torch_qgemv.quantize_model(nn.Sequential(nn.Linear(256, 4)), "Q4_K")

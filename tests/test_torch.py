@@ -15,10 +15,12 @@ Q4_K = TYPES[7]
 
 
 def opcheck(op, args, device):
-    """All of torch's checks that there are for the device."""
-    utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if device == "cpu":  # torch has it for CPU, CUDA and XPU only
+    """All of torch's checks."""
+    utils = ["test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
+    if device == "cpu":
         utils.append("test_autograd_registration")
+    elif any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):  # torch has it not for MPS
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd")
     torch.library.opcheck(op, args, test_utils=utils)
 
 

@@ -5,8 +5,9 @@ import importlib
 from . import _extension  # noqa: F401  (first: it registers torch.ops.torch_qgemv)
 from .gguf import GGUFError, GGUFFile, GGUFTensor
 from .loading import load_gguf
-from .modules import QuantEmbedding, QuantLinear, quantize_model
+from .modules import QuantEmbedding, QuantLinear
 from .ops import dequantize, embedding, linear, quant_types, quantize
+from .quantizing import QuantizationReport, quantize_model
 
 
 def __getattr__(name: str):
@@ -23,6 +24,7 @@ __all__ = [
     "GGUFTensor",
     "QuantEmbedding",
     "QuantLinear",
+    "QuantizationReport",
     "dequantize",
     "embedding",
     "linear",

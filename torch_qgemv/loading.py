@@ -13,7 +13,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .gguf import GGUFFile, GGUFTensor
-from .modules import QuantEmbedding, QuantLinear
+from .modules import PackedModule, QuantEmbedding, QuantLinear
 from .ops import dequantize, quant_types
 
 Packer = Callable[[nn.Module, torch.Tensor, gguf.GGMLQuantizationType], nn.Module]
@@ -223,7 +223,7 @@ def _replace(
         if old not in replacements:
             new = _packer(old, packers)(old, packed, quant_type).to(dtype=slot.value.dtype)
             if replacements:
-                _tie(new, next(iter(replacements.values())))
+                tie(new, next(iter(replacements.values())))
             replacements[old] = new.train(old.training)
     for name in slot.names:
         path = name.rpartition(".")[0]
@@ -256,8 +256,9 @@ class TiedQuantEmbedding(_Tied, QuantEmbedding):
     """A QuantEmbedding on the bytes of another module."""
 
 
-def _tie(module: nn.Module, source: nn.Module) -> None:
-    module.__class__ = {QuantLinear: TiedQuantLinear, QuantEmbedding: TiedQuantEmbedding}[type(module)]
+def tie(module: PackedModule, source: PackedModule) -> None:
+    """Makes a QuantLinear or a QuantEmbedding hold the bytes of another one, also when that moves."""
+    module._become({QuantLinear: TiedQuantLinear, QuantEmbedding: TiedQuantEmbedding}[module._base])
     module._source = (source,)
 
 

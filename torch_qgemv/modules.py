@@ -1,8 +1,9 @@
-"""nn.Modules that hold packed GGUF weights, and the functions that put them into a model."""
+"""nn.Modules that hold packed GGUF weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import types
 from typing import Any
 
 import gguf
@@ -13,18 +14,82 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .ops import QuantType, dequantize, quantize, resolve_quant_type
 
+aten = torch.ops.aten
+# What would set something on the stand-in that is then gone with it; with None or False they do nothing.
+_SETTERS = (
+    torch.Tensor.data.__set__,
+    torch.Tensor.grad.__set__,
+    torch.Tensor.requires_grad.__set__,
+    torch.Tensor.requires_grad_,
+)
 
-class PackedWeight(torch.Tensor):
+
+class ReadOnlyWeight(torch.Tensor):
+    """The matrix [N, K] of a packed module: what PackedWeight and its twin for torch.compile share.
+
+    F.linear and F.embedding on it run the packed operator. It is read-only: an in-place operation raises TypeError.
+    """
+
+    _packed: torch.Tensor
+    _quant_type: gguf.GGMLQuantizationType
+    _transposed: bool  # then it is the matrix [K, N]
+
+    @classmethod
+    def __torch_function__(cls, func, types_, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return cls._linear(*args, **kwargs)
+        if func is F.embedding:
+            return cls._embedding(*args, **kwargs)
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):
+            cls._refuse_write(func)
+        if func in (torch.Tensor.data.__get__, torch.Tensor.detach):  # a copy would lose writes silently
+            return args[0]
+        if func in _SETTERS and not any(value is None or value is False for value in args[1:]):
+            cls._refuse_write(getattr(func, "__self__", func))
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_exporting():  # its modes refuse a class of tensors that they don't know
+                args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+            return func(*args, **kwargs)
+
+    @staticmethod
+    def _linear(input, weight, bias=None):
+        if not isinstance(weight, ReadOnlyWeight) or weight._transposed:
+            return F.linear(*(_plain(tensor) for tensor in (input, weight, bias)))
+        return torch.ops.torch_qgemv.linear(_plain(input), weight._packed, weight._quant_type, _plain(bias))
+
+    @staticmethod
+    def _embedding(input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
+        if max_norm is not None:  # torch would rescale rows of the weight in place
+            ReadOnlyWeight._refuse_write(F.embedding)
+        if weight._transposed:
+            return F.embedding(input, _plain(weight))
+        return torch.ops.torch_qgemv.embedding(input, weight._packed, weight._quant_type, weight.dtype)
+
+    @staticmethod
+    def _refuse_write(func):
+        raise TypeError(f"{func.__name__} would write to a packed weight, which is read-only; use to_linear() first")
+
+
+class PackedWeight(ReadOnlyWeight):
     """The matrix [N, K] of a packed module as a tensor that has no data of its own.
 
-    Its shape, dtype and device cost nothing. F.linear and F.embedding on it run the packed operator; anything else
-    works on a dequantized copy. It is read-only: an in-place operation raises TypeError.
+    Its shape, dtype and device cost nothing. Products with its transpose run the packed operator, as F.linear does;
+    anything else works on a dequantized copy.
     """
 
     @staticmethod
-    def __new__(cls, packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType, shape: tuple[int, int], dtype):
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        self._packed, self._quant_type = packed, quant_type
+    def __new__(
+        cls,
+        packed: torch.Tensor,
+        quant_type: gguf.GGMLQuantizationType,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ):
+        strides = (1, shape[0]) if transposed else (shape[1], 1)
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=packed.device)
+        self._packed, self._quant_type, self._transposed = packed, quant_type, transposed
         return self
 
     def __repr__(self) -> str:
@@ -40,37 +105,18 @@ class PackedWeight(torch.Tensor):
         return self.__reduce_ex__(None)
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.linear:
+        if func is aten.t.default:
+            weight = args[0]
+            return cls(weight._packed, weight._quant_type, weight.shape[::-1], weight.dtype, not weight._transposed)
+        # What torch makes of F.linear inside functions of its own, such as F.multi_head_attention_forward.
+        if func is aten.linear.default:
             return cls._linear(*args, **kwargs)
-        if func is F.embedding:
-            return cls._embedding(*args, **kwargs)
-        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):
-            cls._refuse_write(func)
-        if func in (torch.Tensor.data.__get__, torch.Tensor.detach):  # a copy would lose writes silently
-            return args[0]
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-
-    @staticmethod
-    def _linear(input, weight, bias=None):
-        if not isinstance(weight, PackedWeight):  # it is the input or the bias
-            return F.linear(*(_plain(tensor) for tensor in (input, weight, bias)))
-        return torch.ops.torch_qgemv.linear(_plain(input), weight._packed, weight._quant_type, _plain(bias))
-
-    @staticmethod
-    def _embedding(input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
-        if max_norm is not None:  # torch would rescale rows of the weight in place
-            PackedWeight._refuse_write(F.embedding)
-        return torch.ops.torch_qgemv.embedding(input, weight._packed, weight._quant_type, weight.dtype)
-
-    @staticmethod
-    def _refuse_write(func):
-        raise TypeError(f"{func.__name__} would write to a packed weight, which is read-only; use to_linear() first")
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], cls) and not kwargs:
+            *bias, x, weight = args
+            if weight._transposed and all(b.shape == weight.shape[1:] for b in bias):
+                return cls._linear(x, weight.t(), *bias)
         positional = zip(func._schema.arguments, args, strict=False)
         named = ((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)
         for argument, value in (*positional, *named):
@@ -79,14 +125,41 @@ class PackedWeight(torch.Tensor):
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
+class TracedWeight(ReadOnlyWeight):
+    """PackedWeight's twin for Dynamo, which can't trace a tensor without data. It is the dequantized matrix; of that
+    the graph keeps only what is used as a matrix."""
+
+
 def _plain(value: Any) -> Any:
-    return dequantize(value._packed, value._quant_type, value.dtype) if isinstance(value, PackedWeight) else value
+    if not isinstance(value, ReadOnlyWeight):
+        return value
+    matrix = dequantize(value._packed, value._quant_type, value.dtype)
+    return matrix.t() if value._transposed else matrix
+
+
+@functools.cache
+def _class_for(base: type[PackedModule], quant_type: gguf.GGMLQuantizationType) -> type[PackedModule]:
+    """The subclass of a packed module's class for one type, which differs in the code object of its forward alone.
+
+    torch.compile counts recompilations by code object. With one for all types, a model compiled layer by layer would
+    reach the limit through its mixture of types; nn.Linear, where only the shapes differ, would not.
+    """
+    forward = base.forward
+    code = forward.__code__.replace(co_name=f"forward_{quant_type.name}")
+    function = types.FunctionType(code, forward.__globals__, "forward", forward.__defaults__, forward.__closure__)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), names | {"forward": functools.update_wrapper(function, forward), "_base": base})
 
 
 class PackedModule(nn.Module):
     """What QuantLinear and QuantEmbedding share: the packed bytes, and what the matrix looks like from outside."""
 
     packed: torch.Tensor
+    _base: type[PackedModule]  # the class without a type
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._base = cls.__dict__.get("_base", cls)
 
     def __init__(self, packed: torch.Tensor, quant_type: QuantType, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -100,6 +173,7 @@ class PackedModule(nn.Module):
         self.register_buffer("packed", packed)
         # Carries the compute dtype: .to(dtype) and .half() change it and leave the packed bytes alone.
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
+        self._become(self._base)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,15 +188,34 @@ class PackedModule(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A read-only stand-in for the matrix [N, K] (PackedWeight); under torch.compile the dequantized matrix."""
-        if torch.compiler.is_compiling():
-            return dequantize(self.packed, self.quant_type, self.dtype)
-        return PackedWeight(self.packed, self.quant_type, self.matrix_shape, self.dtype)
+        """A read-only stand-in for the matrix [N, K], see PackedWeight."""
+        if not torch.compiler.is_dynamo_compiling():
+            return PackedWeight(self.packed, self.quant_type, self.matrix_shape, self.dtype)
+        weight = dequantize(self.packed, self.quant_type, self.dtype).as_subclass(TracedWeight)
+        weight._packed, weight._quant_type, weight._transposed = self.packed, self.quant_type, False
+        return weight
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise TypeError("the weight of a packed module can't be set; use to_linear() first, or set .packed")
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name.startswith("weight"):  # "weight_orig" is what pruning registers
+            raise TypeError("a packed module can't have a weight of another kind; use to_linear() first")
+        super().register_parameter(name, param)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Copies and pickles name the class without a type, which can be imported."""
+        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        return object.__new__, (self._base,), *state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._become(self._base)
+
+    def _become(self, base: type[PackedModule]) -> None:
+        self.__class__ = _class_for(base, self.quant_type)
 
     def _dequantized(self, dtype: torch.dtype | None) -> nn.Parameter:
         return nn.Parameter(dequantize(self.packed, self.quant_type, torch.float32).to(dtype or self.dtype))
@@ -241,35 +334,3 @@ class QuantEmbedding(PackedModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, quant_type={self.quant_type.name}"
-
-
-def quantize_model(
-    model: nn.Module, quant_type: QuantType, predicate: Callable[[str, nn.Linear], bool] | None = None
-) -> nn.Module:
-    """Replaces every nn.Linear of `model` by a QuantLinear, in place, and returns the model.
-
-    predicate(name, module): which ones to replace; by default all. Subclasses of nn.Linear are left alone: they may
-    compute something else. Raises ValueError, before anything is replaced, listing the layers whose in_features don't
-    fill whole blocks; exclude them with the predicate.
-    """
-    quant_type = resolve_quant_type(quant_type)
-    block_size, _ = gguf.GGML_QUANT_SIZES[quant_type]
-    chosen = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) is nn.Linear and (predicate is None or predicate(name, module))
-    }
-    bad = [f"{name} (in_features={m.in_features})" for name, m in chosen.items() if m.in_features % block_size]
-    if bad:
-        raise ValueError(
-            f"{quant_type.name} blocks hold {block_size} weights, and in_features is no multiple of that in "
-            f"{', '.join(bad)}; leave them out with a predicate"
-        )
-    replacements: dict[nn.Linear, QuantLinear] = {}  # one for each module, also if the model names it twice
-    for name, module in chosen.items():
-        if module not in replacements:
-            replacements[module] = QuantLinear.from_linear(module, quant_type)
-        if name == "":
-            return replacements[module]
-        model.set_submodule(name, replacements[module])
-    return model
