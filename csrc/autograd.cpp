@@ -1,71 +1,192 @@
-// Gradients of linear. The packed weight is a constant: grad_x = grad_y W, grad_bias = sum of grad_y. In C++ because a
-// Python registration would cost 3 us at every call, also without gradients.
+// Derivatives. The packed weight is a constant, so linear and linear_transposed are linear maps, each the other's
+// transpose: each one's gradient is the other, and the derivative along a tangent is the operator itself. In C++
+// because a Python registration would cost 3 us at every call, also without gradients; as autograd nodes of our own
+// because torch::autograd::Function knows neither torch.func's transforms nor forward-mode derivatives.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/sum.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
 #include <numeric>
 
 namespace qgemv {
 
-using torch::autograd::AutogradContext;
+using at::Tensor;
+using torch::autograd::collect_next_edges;
+using torch::autograd::compute_requires_grad;
+using torch::autograd::isFwGradDefined;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::set_history;
 using torch::autograd::variable_list;
 
-at::Tensor call_linear(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
-                       const std::optional<at::Tensor>& bias) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("torch_qgemv::linear", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, const std::optional<at::Tensor>&)>();
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
+Tensor call_linear(const Tensor& x, const Tensor& weight, int64_t quant_type, const std::optional<Tensor>& bias) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_qgemv::linear", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, int64_t, const std::optional<Tensor>&)>();
   return op.call(x, weight, quant_type, bias);
 }
 
-at::Tensor call_dequantize(const at::Tensor& weight, int64_t quant_type) {
+Tensor call_linear_transposed(const Tensor& grad_y, const Tensor& weight, int64_t quant_type) {
   static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_qgemv::dequantize", "")
-                             .typed<at::Tensor(const at::Tensor&, int64_t, std::optional<at::ScalarType>)>();
-  return op.call(weight, quant_type, at::kFloat);
+                             .findSchemaOrThrow("torch_qgemv::linear_transposed", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
+  return op.call(grad_y, weight, quant_type);
 }
 
-struct Linear : torch::autograd::Function<Linear> {
-  static constexpr bool is_traceable = true;
-
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
-                            const std::optional<at::Tensor>& bias) {
-    ctx->save_for_backward({weight});
-    ctx->saved_data["quant_type"] = quant_type;
-    ctx->saved_data["x_dtype"] = x.scalar_type();
-    if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
-    return call_linear(x, weight, quant_type, bias);
-  }
-
-  // In float32, whatever y's dtype: only the results are rounded.
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const at::Tensor grad_y = grads[0].to(at::kFloat);
-    at::Tensor grad_x, grad_bias;
-    if (ctx->needs_input_grad(0)) {
-      const at::Tensor w = call_dequantize(ctx->get_saved_variables()[0], ctx->saved_data["quant_type"].toInt());
-      grad_x = grad_y.matmul(w).to(ctx->saved_data["x_dtype"].toScalarType());
-    }
-    if (ctx->saved_data.count("bias_dtype") && ctx->needs_input_grad(2)) {  // it counts tensors only
-      std::vector<int64_t> leading(grad_y.dim() - 1);
-      std::iota(leading.begin(), leading.end(), 0);
-      grad_bias = leading.empty() ? grad_y : grad_y.sum(leading);
-      grad_bias = grad_bias.to(ctx->saved_data["bias_dtype"].toScalarType());
-    }
-    return {grad_x, at::Tensor(), at::Tensor(), grad_bias};
-  }
+// What a backward pass of either operator needs beside the gradient.
+struct Saved {
+  int64_t quant_type;
+  bool transposed;  // the operator was linear_transposed
+  at::ScalarType bias_dtype;
 };
 
-at::Tensor linear_autograd(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
-                           const std::optional<at::Tensor>& bias) {
-  const bool needs_grad = at::GradMode::is_enabled() && (x.requires_grad() || (bias && bias->requires_grad()));
-  return needs_grad ? Linear::apply(x, weight, quant_type, bias) : call_linear(x, weight, quant_type, bias);
+// In float32 whatever the dtypes: only the result is rounded.
+Tensor sum_rows(const Tensor& grad_y, at::ScalarType dtype) {
+  std::vector<int64_t> leading(grad_y.dim() - 1);
+  std::iota(leading.begin(), leading.end(), 0);
+  return (leading.empty() ? grad_y : grad_y.sum(leading, /*keepdim=*/false, at::kFloat)).to(dtype);
 }
 
-TORCH_LIBRARY_IMPL(torch_qgemv, Autograd, m) { m.impl("linear", &linear_autograd); }
+// The gradients of x and the bias, or of grad_y, as far as they are needed.
+variable_list gradients(const Tensor& grad, const Tensor& weight, const Saved& saved, const std::vector<bool>& needed) {
+  variable_list results(needed.size());
+  if (!grad.defined()) return results;
+  if (needed[0])
+    results[0] = saved.transposed ? call_linear(grad, weight, saved.quant_type, std::nullopt)
+                                  : call_linear_transposed(grad, weight, saved.quant_type);
+  if (needed.size() > 1 && needed[1]) results[1] = sum_rows(grad, saved.bias_dtype);
+  return results;
+}
+
+struct PackedBackward : Node {
+  PackedBackward(const Tensor& weight, const Saved& saved) : weight_(weight, /*is_output=*/false), saved_(saved) {}
+
+  std::string name() const override {
+    return saved_.transposed ? "QuantLinearTransposedBackward" : "QuantLinearBackward";
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return gradients(grads[0], weight_.unpack(), saved_, needed());
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    weight_.reset_data();
+  }
+
+  // For torch's compiled autograd: what a compiled backward pass depends on, and a call of `gradients` for its graph.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(weight_, /*is_output=*/false);
+    args.collect(saved_.quant_type);
+    args.collect(saved_.transposed);
+    args.collect(saved_.bias_dtype);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    using namespace torch::dynamo::autograd;
+    swap.before(weight_);
+    PackedArgs args;
+    args.pack(weight_.unpack());
+    args.pack(saved_.quant_type);
+    args.pack(saved_.transposed);
+    args.pack(saved_.bias_dtype);
+    args.pack(needed());
+    std::vector<at::TypePtr> types;
+    for (const at::IValue& value : args.vec())
+      types.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
+    const auto& python = getPyCompilerInterface();
+    const std::string function = python->bind_function(swap.get_py_compiler(), name(), &apply_to_args, types,
+                                                       /*is_custom_function=*/true, /*is_traceable=*/true);
+    const auto edges = IValuePacker<std::vector<std::optional<InputMetadata>>>::pack(get_input_metadata(next_edges()));
+    variable_list results =
+        python->call_function(swap.get_py_compiler(), "apply_functional", function, grads, args.vec(), edges);
+    swap.after(weight_);
+    return results;
+  }
+
+ private:
+  static variable_list apply_to_args(const variable_list& grads, const std::vector<at::IValue>& values) {
+    torch::dynamo::autograd::PackedArgs args(values);
+    const auto weight = args.unpack<Tensor>();
+    const auto quant_type = args.unpack<int64_t>();
+    const auto transposed = args.unpack<bool>();
+    const auto bias_dtype = args.unpack<at::ScalarType>();
+    return gradients(grads[0], weight, {quant_type, transposed, bias_dtype}, args.unpack<std::vector<bool>>());
+  }
+
+  std::vector<bool> needed() const {
+    std::vector<bool> result(num_outputs());
+    for (size_t i = 0; i < result.size(); ++i) result[i] = task_should_compute_output(i);
+    return result;
+  }
+
+  SavedVariable weight_;
+  Saved saved_;
+};
+
+// Nodes are held by a std::shared_ptr in torch 2.10 and by an intrusive pointer in later releases.
+using NodePtr = decltype(torch::autograd::Edge::function);
+template <class T>
+NodePtr make_node(const Tensor& weight, const Saved& saved, torch::autograd::edge_list&& inputs) {
+  NodePtr node;
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
+    node = NodePtr(new T(weight, saved), [](auto* node) { deleteNode(node); });
+  } else {
+    node = c10::make_intrusive<T>(weight, saved);
+  }
+  node->set_next_edges(std::move(inputs));
+  return node;
+}
+
+Tensor linear_autograd(const Tensor& x, const Tensor& weight, int64_t quant_type, const std::optional<Tensor>& bias) {
+  NodePtr node;
+  if (compute_requires_grad(x, bias)) {
+    const Saved saved{quant_type, /*transposed=*/false, bias ? bias->scalar_type() : at::kFloat};
+    node = make_node<PackedBackward>(weight, saved, collect_next_edges(x, bias ? *bias : Tensor()));
+  }
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = call_linear(x, weight, quant_type, bias);
+  }
+  if (node) set_history(y, node);
+  const bool x_moves = isFwGradDefined(x), bias_moves = isFwGradDefined(bias);
+  if (x_moves || bias_moves) {
+    const std::optional<Tensor> bias_tangent = bias_moves ? std::optional(bias->_fw_grad(0)) : std::nullopt;
+    y._set_fw_grad(x_moves ? call_linear(x._fw_grad(0), weight, quant_type, bias_tangent)
+                           : bias_tangent->to(y.scalar_type()).expand_as(y).clone(),
+                   /*level=*/0, /*is_inplace_op=*/false);
+  }
+  return y;
+}
+
+Tensor linear_transposed_autograd(const Tensor& grad_y, const Tensor& weight, int64_t quant_type) {
+  NodePtr node;
+  if (compute_requires_grad(grad_y)) {
+    const Saved saved{quant_type, /*transposed=*/true, at::kFloat};
+    node = make_node<PackedBackward>(weight, saved, collect_next_edges(grad_y));
+  }
+  Tensor grad_x;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    grad_x = call_linear_transposed(grad_y, weight, quant_type);
+  }
+  if (node) set_history(grad_x, node);
+  if (isFwGradDefined(grad_y))
+    grad_x._set_fw_grad(call_linear_transposed(grad_y._fw_grad(0), weight, quant_type), /*level=*/0,
+                        /*is_inplace_op=*/false);
+  return grad_x;
+}
+
+TORCH_LIBRARY_IMPL(torch_qgemv, Autograd, m) {
+  m.impl("linear", &linear_autograd);
+  m.impl("linear_transposed", &linear_transposed_autograd);
+}
 
 }  // namespace qgemv

@@ -86,6 +86,18 @@ inline MatrixSize check_linear(const at::Tensor& x, const at::Tensor& weight, in
   return size;
 }
 
+inline MatrixSize check_linear_transposed(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
+  const Format& format = check_quant_type("linear_transposed", quant_type);
+  const MatrixSize size = check_weight("linear_transposed", weight, format);
+  check_float("linear_transposed", "grad_y", grad_y.scalar_type());
+  check_same_device("linear_transposed", "grad_y", grad_y, weight);
+  TORCH_CHECK_VALUE(grad_y.dim() >= 1 && grad_y.sym_size(-1) == size.N,
+                    "torch_qgemv.linear_transposed: grad_y must be [..., N] with N = ", size.N, ", got ",
+                    grad_y.sym_sizes(), "; weight ", weight.sym_sizes(), " of ", format.name, " has N = ", size.N,
+                    ", K = ", size.K);
+  return size;
+}
+
 inline MatrixSize check_dequantize(const at::Tensor& weight, int64_t quant_type, at::ScalarType dtype) {
   const MatrixSize size = check_weight("dequantize", weight, check_quant_type("dequantize", quant_type));
   check_float("dequantize", "dtype", dtype);
@@ -116,10 +128,20 @@ inline MatrixSize check_deinterleave(const at::Tensor& weight, int64_t quant_typ
   return size;
 }
 
-// The shape of x with its last size replaced, or with one more.
+// The rows of a plain weight may lie at any distance; only the bytes of a row must be neighbours.
+inline at::Tensor with_dense_rows(const at::Tensor& weight) {
+  return weight.dim() == 3 || weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
+}
+
+// The shape of x or grad_y with its last size replaced, or of the indices with one more.
 inline std::vector<c10::SymInt> linear_shape(const at::Tensor& x, const MatrixSize& size) {
   std::vector<c10::SymInt> shape = x.sym_sizes().vec();
   shape.back() = size.N;
+  return shape;
+}
+inline std::vector<c10::SymInt> linear_transposed_shape(const at::Tensor& grad_y, const MatrixSize& size) {
+  std::vector<c10::SymInt> shape = grad_y.sym_sizes().vec();
+  shape.back() = size.K;
   return shape;
 }
 inline std::vector<c10::SymInt> embedding_shape(const at::Tensor& indices, const MatrixSize& size) {

@@ -13,6 +13,11 @@ at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, int64_t qu
   return at::empty_symint(linear_shape(x, check_linear(x, weight, quant_type, bias)), x.options());
 }
 
+at::Tensor linear_transposed_meta(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
+  const MatrixSize size = check_linear_transposed(grad_y, weight, quant_type);
+  return at::empty_symint(linear_transposed_shape(grad_y, size), grad_y.options());
+}
+
 at::Tensor dequantize_meta(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = dtype.value_or(at::kFloat);
   const MatrixSize size = check_dequantize(weight, quant_type, type);
@@ -44,6 +49,8 @@ std::vector<std::string> format_names() {
 
 TORCH_LIBRARY(torch_qgemv, m) {
   m.def("linear(Tensor x, Tensor weight, int quant_type, Tensor? bias=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+  // grad_y W, for a packed W: the gradient of linear with respect to x, in grad_y's dtype.
+  m.def("linear_transposed(Tensor grad_y, Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("dequantize(Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("embedding(Tensor indices, Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor",
         {at::Tag::pt2_compliant_tag});
@@ -53,6 +60,7 @@ TORCH_LIBRARY(torch_qgemv, m) {
   // For tests and benchmarks: the kernels of one instruction set, which ones can run here (best first), and a read of
   // all bytes at the speed of the memory.
   m.def("_linear_isa(Tensor x, Tensor weight, int quant_type, Tensor? bias, str isa) -> Tensor");
+  m.def("_linear_transposed_isa(Tensor grad_y, Tensor weight, int quant_type, str isa) -> Tensor");
   m.def("_cpu_isas() -> str[]");
   m.def("_read(Tensor bytes) -> int");
   m.def("_threads_at_work(int count) -> int");
@@ -61,6 +69,7 @@ TORCH_LIBRARY(torch_qgemv, m) {
 
 TORCH_LIBRARY_IMPL(torch_qgemv, Meta, m) {
   m.impl("linear", &linear_meta);
+  m.impl("linear_transposed", &linear_transposed_meta);
   m.impl("dequantize", &dequantize_meta);
   m.impl("embedding", &embedding_meta);
   m.impl("interleave", &interleave_meta);

@@ -64,7 +64,7 @@ def unpack(model: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, PACKED_MODULES):
             dense = module.to_linear() if isinstance(module, QuantLinear) else module.to_embedding()
-            dense.weight = weights.setdefault(module.packed.data_ptr(), dense.weight)
+            dense.weight = weights.setdefault(module.stored.data_ptr(), dense.weight)
             model.set_submodule(name, dense)
     return model
 
@@ -150,9 +150,9 @@ def measure(name: str, model: nn.Module, ids: torch.Tensor, load_seconds: float)
     resident = resident_bytes()
     prefill = min(clock.times[1] - clock.times[0] for clock in clocks)
     step = min(clock.times[-1] - clock.times[1] for clock in clocks) / STEPS
-    packed = unique_bytes(module.packed for module in model.modules() if isinstance(module, PACKED_MODULES))
+    packed = unique_bytes(module.stored for module in model.modules() if isinstance(module, PACKED_MODULES))
     layers = [module for module in model.modules() if isinstance(module, (QuantLinear, nn.Linear))]
-    read = sum((layer.packed if isinstance(layer, QuantLinear) else layer.weight).nbytes for layer in layers)
+    read = sum((layer.stored if isinstance(layer, QuantLinear) else layer.weight).nbytes for layer in layers)
     bandwidth = read_bandwidth(read) if model.device.type == "cpu" else None
     return 1 / step, {
         "": f"{name} {str(model.dtype).removeprefix('torch.')}",

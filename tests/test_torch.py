@@ -1,8 +1,8 @@
-"""The operators as citizens of torch: opcheck, torch.compile, gradients."""
+"""The operators as citizens of torch: opcheck, torch.compile. Gradients are in test_gradients.py."""
 
 import pytest
 import torch
-from formats import TYPES, dequantized, random_packed, random_x
+from formats import TYPES, random_packed, random_x
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,49 +89,6 @@ def test_compile_trains_the_rest_of_the_model(device):
     assert set(grads) == {"up.bias", "norm.weight", "norm.bias"}
     for name, grad in grads.items():
         assert (grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
-
-
-@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(512,), (3, 512), (0, 512), (2, 2, 512)])
-def test_gradients(shape, dtype, bias_dtype, device):
-    packed = random_packed(Q4_K, 7, 512)
-    matrix = dequantized(packed, Q4_K).double()
-    x = random_x(shape, dtype).to(device).requires_grad_()
-    bias = None if bias_dtype is None else torch.randn(7).to(device, bias_dtype).requires_grad_()
-    y = torch_qgemv.linear(x, packed.to(device), Q4_K, bias)
-    grad_y = torch.randn(y.shape).to(y)
-    y.backward(grad_y)
-    g = grad_y.cpu().double()
-    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-    assert x.grad.dtype == dtype
-    exact = g @ matrix
-    assert (x.grad.cpu().double() - exact).norm() <= tolerance[dtype] * exact.norm()
-    if bias is not None:
-        assert bias.grad.dtype == bias_dtype
-        exact = g.reshape(-1, 7).sum(0)
-        assert (bias.grad.cpu().double() - exact).norm() <= tolerance[bias_dtype] * exact.norm()
-
-
-def test_only_what_needs_a_gradient_gets_one():
-    packed, x, bias = random_packed(Q4_K, 7, 256), random_x((2, 256)), torch.zeros(7, requires_grad=True)
-    torch_qgemv.linear(x, packed, Q4_K, bias).sum().backward()
-    assert x.grad is None and torch.equal(bias.grad, torch.full((7,), 2.0))
-    with torch.no_grad():
-        assert not torch_qgemv.linear(x, packed, Q4_K, bias).requires_grad
-    assert not torch_qgemv.linear(x, packed, Q4_K).requires_grad
-    with torch.inference_mode():
-        torch_qgemv.linear(x, packed, Q4_K, bias)
-
-
-def test_double_backward(device):
-    """grad_x is linear in grad_y, so its gradient is linear's own."""
-    packed = random_packed(Q4_K, 7, 256)
-    x, grad_y = random_x((2, 256)).to(device).requires_grad_(), random_x((2, 7)).to(device).requires_grad_()
-    (grad_x,) = torch.autograd.grad(torch_qgemv.linear(x, packed.to(device), Q4_K), x, grad_y, create_graph=True)
-    direction = random_x((2, 256), seed=3).to(device)
-    (back,) = torch.autograd.grad(grad_x, grad_y, direction)
-    torch.testing.assert_close(back.cpu(), direction.cpu() @ dequantized(packed, Q4_K).T)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 import importlib
 
 from . import _extension  # noqa: F401  (first: it registers torch.ops.torch_qgemv)
+from . import vmap as _vmap  # noqa: F401  (registers the operators' rules)
 from .gguf import GGUFError, GGUFFile, GGUFTensor
 from .loading import load_gguf
-from .modules import QuantEmbedding, QuantLinear
+from .modules import QuantEmbedding, QuantLinear, prepare
 from .ops import dequantize, embedding, linear, quant_types, quantize
 from .quantizing import QuantizationReport, quantize_model
 
 
 def __getattr__(name: str):
-    """torch_qgemv.hf is imported when it is first used: it needs transformers, and a second to load."""
-    if name == "hf":
-        return importlib.import_module(".hf", __name__)
+    """torch_qgemv.hf and .peft are imported when they are first used: they need transformers and peft, and seconds."""
+    if name in ("hf", "peft"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -29,6 +30,7 @@ __all__ = [
     "embedding",
     "linear",
     "load_gguf",
+    "prepare",
     "quant_types",
     "quantize",
     "quantize_model",

@@ -245,7 +245,7 @@ class _Tied:
         try:
             return super()._apply(fn, recurse)
         finally:
-            self._buffers["packed"] = source.packed
+            self._buffers["packed"] = source.stored
 
 
 class TiedQuantLinear(_Tied, QuantLinear):

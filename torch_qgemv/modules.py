@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -154,7 +155,6 @@ def _class_for(base: type[PackedModule], quant_type: gguf.GGMLQuantizationType) 
 class PackedModule(nn.Module):
     """What QuantLinear and QuantEmbedding share: the packed bytes, and what the matrix looks like from outside."""
 
-    packed: torch.Tensor
     _base: type[PackedModule]  # the class without a type
 
     def __init_subclass__(cls, **kwargs) -> None:
@@ -176,6 +176,22 @@ class PackedModule(nn.Module):
         self._become(self._base)
 
     @property
+    def stored(self) -> torch.Tensor:
+        """The buffer as the operators take it: `packed`, or, on the CPU after torch_qgemv.prepare, interleaved.
+
+        Interleaved, it has the same bytes in another order, and the shape [K / block_size, N, bytes of a block].
+        """
+        return self._buffers["packed"]
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """The plain GGUF bytes, uint8 [N, row_bytes]; a copy, if `stored` is interleaved."""
+        if "packed" not in self._buffers:  # while the module is being made
+            raise AttributeError("packed")
+        stored = self.stored
+        return torch.ops.torch_qgemv.deinterleave(stored, self.quant_type) if _is_interleaved(stored) else stored
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype, which .to(dtype), .half() and .bfloat16() change."""
         return self._dtype.dtype
@@ -184,15 +200,18 @@ class PackedModule(nn.Module):
     def matrix_shape(self) -> tuple[int, int]:
         """(N, K), as the packed bytes have it."""
         block_size, type_size = gguf.GGML_QUANT_SIZES[self.quant_type]
-        return self.packed.shape[0], self.packed.shape[1] // type_size * block_size
+        shape = self.stored.shape
+        if _is_interleaved(self.stored):
+            return shape[1], shape[0] * block_size
+        return shape[0], shape[1] // type_size * block_size
 
     @property
     def weight(self) -> torch.Tensor:
         """A read-only stand-in for the matrix [N, K], see PackedWeight."""
         if not torch.compiler.is_dynamo_compiling():
-            return PackedWeight(self.packed, self.quant_type, self.matrix_shape, self.dtype)
-        weight = dequantize(self.packed, self.quant_type, self.dtype).as_subclass(TracedWeight)
-        weight._packed, weight._quant_type, weight._transposed = self.packed, self.quant_type, False
+            return PackedWeight(self.stored, self.quant_type, self.matrix_shape, self.dtype)
+        weight = dequantize(self.stored, self.quant_type, self.dtype).as_subclass(TracedWeight)
+        weight._packed, weight._quant_type, weight._transposed = self.stored, self.quant_type, False
         return weight
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -213,12 +232,67 @@ class PackedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._become(self._base)
+        stored = self.stored
+        if _is_interleaved(stored) and stored.device.type not in ("cpu", "meta"):  # torch.load has moved it
+            plain = torch.ops.torch_qgemv.deinterleave(stored.cpu(), self.quant_type)
+            self._buffers["packed"] = plain.to(stored.device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        if _is_interleaved(self.stored) and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
+            self._buffers["packed"] = self.packed
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if _is_interleaved(self.stored):
+            destination[f"{prefix}packed"] = self.packed
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        stored = self.stored
+        if not _is_interleaved(stored):
+            super()._load_from_state_dict(*args)
+            return
+        plain = self._buffers["packed"] = self.packed
+        super()._load_from_state_dict(*args)
+        loaded = _interleave(self.stored, self.quant_type)
+        # In place, as torch loads: tied modules go on sharing the bytes. With assign=True they are new ones.
+        self._buffers["packed"] = stored.copy_(loaded) if self.stored is plain else loaded
 
     def _become(self, base: type[PackedModule]) -> None:
         self.__class__ = _class_for(base, self.quant_type)
 
     def _dequantized(self, dtype: torch.dtype | None) -> nn.Parameter:
-        return nn.Parameter(dequantize(self.packed, self.quant_type, torch.float32).to(dtype or self.dtype))
+        return nn.Parameter(dequantize(self.stored, self.quant_type, torch.float32).to(dtype or self.dtype))
+
+
+def _is_interleaved(stored: torch.Tensor | None) -> bool:
+    return stored is not None and stored.dim() == 3
+
+
+def _interleave(packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType) -> torch.Tensor:
+    """`packed` interleaved, where that is possible and of use: on the CPU, 16 rows or more of two blocks or more."""
+    _, type_size = gguf.GGML_QUANT_SIZES[quant_type]
+    if packed.device.type != "cpu" or packed.dim() != 2 or packed.shape[0] < 16 or packed.shape[1] < 2 * type_size:
+        return packed
+    return torch.ops.torch_qgemv.interleave(packed, quant_type)
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Rearranges the packed bytes of `model` for speed on the CPU, in place, and returns the model.
+
+    In every QuantLinear and QuantEmbedding on the CPU, sixteen rows at a time are interleaved: products take about
+    0.7 times as long. The results are the same, `packed` and state_dict() still give the plain bytes, and a module
+    that moves to another device gets them back. It takes about as long as copying the weights; bytes that were mapped
+    from a file are then in memory.
+    """
+    prepared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied modules go on sharing their bytes
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            plain = module.stored
+            if id(plain) not in prepared:
+                prepared[id(plain)] = plain, _interleave(plain, module.quant_type)
+            module._buffers["packed"] = prepared[id(plain)][1]
+    return model
 
 
 def _empty_packed(rows: int, columns: int, quant_type: QuantType, device: Any) -> torch.Tensor:
@@ -284,7 +358,7 @@ class QuantLinear(PackedModule):
         return self.matrix_shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.torch_qgemv.linear(x, self.packed, self.quant_type, self.bias)
+        return torch.ops.torch_qgemv.linear(x, self._buffers["packed"], self.quant_type, self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -330,7 +404,7 @@ class QuantEmbedding(PackedModule):
         return self.matrix_shape[1]
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        return torch.ops.torch_qgemv.embedding(indices, self.packed, self.quant_type, self.dtype)
+        return torch.ops.torch_qgemv.embedding(indices, self._buffers["packed"], self.quant_type, self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, quant_type={self.quant_type.name}"

@@ -40,7 +40,8 @@ def linear(
 
     x: [..., K], float32, float16 or bfloat16, any strides. weight: uint8 [N, row_bytes]. bias: [N], any float dtype,
     added in float32. Returns [..., N] of x's dtype; sums are of float32 accuracy (16-bit grade for bfloat16 x).
-    Differentiable in x and bias. Raises ValueError or TypeError naming the argument and the sizes.
+    Differentiable in x and bias, any number of times, also in forward mode and by torch.func. Raises ValueError or
+    TypeError naming the argument and the sizes.
     """
     return torch.ops.torch_qgemv.linear(x, weight, resolve_quant_type(quant_type), bias)
 

@@ -32,6 +32,18 @@ struct LinearArgs {
   Dtype dtype;              // of x and y
 };
 
+constexpr int64_t transposed_columns = 256;  // whole blocks of every format
+constexpr int64_t transposed_stride = 272;   // of rows of as many columns: a power of two would strain the L1 cache
+
+// sums[m][c] += sum over r < rows of grad_y[m * stride + r] * w[r][c]
+struct Products {
+  const float* grad_y;
+  int64_t stride, tokens;
+  const float* w;  // [rows][transposed_stride]
+  int64_t rows;
+  float* sums;  // [tokens][transposed_stride]
+};
+
 // One instruction set. Activations become integers once per call: 16 bits for bf16 x, 24 for fp16 and fp32 x.
 struct Kernels {
   const char* name;
@@ -43,8 +55,9 @@ struct Kernels {
   bool (*pack)(const Weight& weight, const void* x, Dtype dtype, int64_t token, int64_t tokens, void* activations);
   // Panels [begin, end), the last of which may have fewer rows.
   void (*linear)(const LinearArgs& args, int64_t begin, int64_t end);
-  // Row n of W, K values of `dtype`.
-  void (*dequantize_row)(const Weight& weight, int64_t n, Dtype dtype, void* out);
+  // `count` columns of row n of W from column `first` on, both whole blocks, as values of `dtype`.
+  void (*dequantize_row)(const Weight& weight, int64_t n, int64_t first, int64_t count, Dtype dtype, void* out);
+  void (*add_products)(const Products& products);
   // Full panels [begin, end) of plain rows, to where they start.
   void (*interleave)(const Weight& plain, int64_t begin, int64_t end, uint8_t* out);
   // Reads `bytes` bytes as fast as this instruction set can, and does nothing else: the yardstick of the benchmarks.

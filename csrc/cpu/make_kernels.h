@@ -2,6 +2,7 @@
 #pragma once
 #include "linear.h"
 #include "rows.h"
+#include "transposed.h"
 
 namespace qgemv::cpu {
 
@@ -62,8 +63,9 @@ void linear(const LinearArgs& args, int64_t begin, int64_t end) {
 }
 
 template <class V>
-void dequantize(const Weight& w, int64_t n, Dtype dtype, void* out) {
-  with_format<V>(w.quant_type, [&](auto format) { dequantize_row<V, decltype(format)>(w, n, dtype, out); });
+void dequantize(const Weight& w, int64_t n, int64_t first, int64_t count, Dtype dtype, void* out) {
+  with_format<V>(w.quant_type,
+                 [&](auto format) { dequantize_row<V, decltype(format)>(w, n, first, count, dtype, out); });
 }
 
 template <class V>
@@ -91,7 +93,8 @@ uint32_t read(const uint8_t* data, int64_t bytes) {
 template <class Isa>
 constexpr Kernels make_kernels(const char* name, bool (*supported)()) {
   using V = Vectors<Isa>;
-  return {name, supported, &activation_bytes<V>, &pack<V>, &linear<V>, &dequantize<V>, &interleave<V>, &read<V>};
+  return {name,           supported,          &activation_bytes<V>, &pack<V>, &linear<V>,
+          &dequantize<V>, &add_products<Isa>, &interleave<V>,       &read<V>};
 }
 
 }  // namespace qgemv::cpu

@@ -15,13 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "../check.h"
-#include "kernels.h"
+#include "ops_cpu.h"
 
 namespace qgemv {
-
-using cpu::Kernels;
-using cpu::Weight;
 
 cpu::Dtype dtype_of(at::ScalarType type) {
   return type == at::kFloat ? cpu::Dtype::f32 : type == at::kHalf ? cpu::Dtype::f16 : cpu::Dtype::bf16;
@@ -31,11 +27,6 @@ const Kernels& best_kernels() {
   static const Kernels* const best =
       *std::find_if(std::begin(cpu::all_kernels), std::end(cpu::all_kernels), [](auto* k) { return k->supported(); });
   return *best;
-}
-
-// The rows of a plain weight may lie at any distance; only the bytes of a row must be neighbours.
-at::Tensor with_dense_rows(const at::Tensor& weight) {
-  return weight.dim() == 3 || weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
 }
 
 // const_data_ptr<T>() is avoided here: in torch 2.10 for macOS its symbol has a name that newer compilers don't use.
@@ -112,12 +103,15 @@ std::vector<std::string> cpu_isas() {
   return names;
 }
 
+const Kernels& kernels_named(std::string_view isa) {
+  for (const Kernels* kernels : cpu::all_kernels)
+    if (isa == kernels->name && kernels->supported()) return *kernels;
+  TORCH_CHECK_VALUE(false, "torch_qgemv: no kernels for isa '", isa, "' can run here; there are ", cpu_isas());
+}
+
 at::Tensor linear_isa(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
                       const std::optional<at::Tensor>& bias, c10::string_view isa) {
-  for (const Kernels* kernels : cpu::all_kernels)
-    if (isa == kernels->name && kernels->supported()) return linear_with(*kernels, x, weight, quant_type, bias);
-  TORCH_CHECK_VALUE(false, "torch_qgemv._linear_isa: no kernels for isa '", isa, "' can run here; there are ",
-                    cpu_isas());
+  return linear_with(kernels_named(isa), x, weight, quant_type, bias);
 }
 
 int64_t read_cpu(const at::Tensor& bytes) {
@@ -151,7 +145,7 @@ at::Tensor dequantize_cpu(const at::Tensor& weight, int64_t quant_type, std::opt
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t row_bytes = w.K * int64_t(out.element_size());
   at::parallel_for(0, w.N, grain(row_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) kernels.dequantize_row(w, n, dtype_of(type), to + n * row_bytes);
+    for (int64_t n = begin; n < end; ++n) kernels.dequantize_row(w, n, 0, w.K, dtype_of(type), to + n * row_bytes);
   });
   return out;
 }
@@ -173,7 +167,7 @@ at::Tensor embedding_cpu(const at::Tensor& indices, const at::Tensor& weight, in
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t row_bytes = w.K * int64_t(out.element_size());
   at::parallel_for(0, ids.numel(), grain(row_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) kernels.dequantize_row(w, id[i], dtype_of(type), to + i * row_bytes);
+    for (int64_t i = begin; i < end; ++i) kernels.dequantize_row(w, id[i], 0, w.K, dtype_of(type), to + i * row_bytes);
   });
   return out;
 }

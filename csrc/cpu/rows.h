@@ -20,13 +20,13 @@ struct Row : Plain {
 };
 
 template <class V, class F>
-void dequantize_row(const Weight& w, int64_t n, Dtype dtype, void* out) {
+void dequantize_row(const Weight& w, int64_t n, int64_t first, int64_t count, Dtype dtype, void* out) {
   using Isa = typename V::Isa;
   using S = Row<Isa>;
   constexpr int lanes = Isa::lanes, zero = F::template zero<S>();
   const int item = dtype == Dtype::f32 ? 4 : 2;
   auto* to = (char*)out;
-  for (int64_t b = 0; b < w.K / F::block_size; ++b) {
+  for (int64_t b = first / F::block_size; b < (first + count) / F::block_size; ++b) {
     typename F::Block block;
     copy_block<F>(w, n, b, (uint8_t*)&block);
     const auto scales = F::template scales<Plain>(block);

@@ -4,6 +4,8 @@
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -65,11 +67,6 @@ void dispatch(const Plan<Params>& plan, const std::array<Binding, count>& buffer
 
 // ---- Tensors
 Dtype dtype_of(at::ScalarType type) { return type == at::kFloat ? float32 : type == at::kHalf ? float16 : bfloat16; }
-
-// Rows may lie at any distance; only the bytes of a row must be neighbours.
-at::Tensor with_dense_rows(const at::Tensor& weight) {
-  return weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
-}
 
 Weight describe(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size) {
   return {format_index(quant_type), size.N.expect_int(), size.K.expect_int(), offset_of(weight),
@@ -145,6 +142,32 @@ at::Tensor linear_mps(const at::Tensor& x, const at::Tensor& weight, int64_t qua
   return y;
 }
 
+// grad_y W in float32, from some unpacked rows of W at a time.
+at::Tensor linear_transposed_mps(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
+  const MatrixSize size = check_linear_transposed(grad_y, weight, quant_type);
+  const auto shape = linear_transposed_shape(grad_y, size);
+  const at::Tensor sum = at::zeros_symint(shape, grad_y.options().dtype(at::kFloat));
+  if (sum.numel() == 0 || grad_y.numel() == 0) return sum.to(grad_y.scalar_type());
+  const at::Tensor packed = with_dense_rows(weight);
+  const Weight w = describe(packed, quant_type, size);
+  const at::Tensor rows = grad_y.reshape({-1, w.N}).to(at::kFloat), out = sum.view({-1, w.K});
+  const int64_t tile = tile_rows(w.N, w.K);
+  for (int64_t n = 0; n < w.N; n += tile) {
+    const int64_t count = std::min(tile, w.N - n);
+    const at::Tensor unpacked = at::empty({count, w.K}, out.options());
+    dequantize_into(unpacked, packed.narrow(0, n, count), rows_of(w, n, count));
+    for (int64_t m = 0; m < rows.size(0); m += max_matmul_rows) {
+      const int64_t height = std::min(max_matmul_rows, rows.size(0) - m);
+      const at::Tensor part = rows.narrow(0, m, height).narrow(1, n, count);
+      for (int64_t k = 0; k < w.K; k += max_matmul_rows) {
+        const int64_t width = std::min(max_matmul_rows, w.K - k);
+        out.narrow(0, m, height).narrow(1, k, width).add_(at::mm(part, unpacked.narrow(1, k, width)));
+      }
+    }
+  }
+  return sum.to(grad_y.scalar_type());
+}
+
 at::Tensor dequantize_mps(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = dtype.value_or(at::kFloat);
   const MatrixSize size = check_dequantize(weight, quant_type, type);
@@ -173,6 +196,7 @@ at::Tensor embedding_mps(const at::Tensor& indices, const at::Tensor& weight, in
 
 TORCH_LIBRARY_IMPL(torch_qgemv, MPS, m) {
   m.impl("linear", &linear_mps);
+  m.impl("linear_transposed", &linear_transposed_mps);
   m.impl("dequantize", &dequantize_mps);
   m.impl("embedding", &embedding_mps);
 }

@@ -44,6 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SQUARE = (4096, 4096)  # K, N
 MODEL_SHAPES = ((4096, 12288), (12288, 4096), (4096, 8192), (4096, 1024), (4096, 32), (4096, 248320))
 TOKENS = (1, 2, 4, 8, 32, 128, 512)
+SETTINGS = ("device", "dtype", "layout", "threads", "seconds", "huge_pages")
 BUSY_LOAD = 0.5  # load average before the run from which other work disturbs it
 NOISY = 1.3  # median / minimum from which a case is marked
 
@@ -56,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--threads", type=_count, default=1, help="for every contestant (default: 1)")
     parser.add_argument("--isa", help="instruction set of torch_qgemv (default: the best one here)")
+    parser.add_argument(
+        "--layout",
+        choices=("interleaved", "plain"),
+        default="interleaved",
+        help="of torch_qgemv's weights: as torch_qgemv.prepare makes them (default), or as they lie in a GGUF file",
+    )
     parser.add_argument(
         "--peer",
         metavar="FOLDER",
@@ -137,7 +144,10 @@ class Bench:
         result = {
             "machine": report.describe_machine(),
             "settings": {
-                **{name: getattr(self.args, name) for name in ("device", "dtype", "threads", "seconds", "huge_pages")},
+                **{
+                    name: getattr(self.args, name)
+                    for name in ("device", "dtype", "layout", "threads", "seconds", "huge_pages")
+                },
                 "isa": self.isa,
                 "rotate_bytes": self.args.rotate,
             },
@@ -169,7 +179,7 @@ class Bench:
     def enter(self, problem: Problem) -> list[Contestant]:
         """Everyone's copies of one weight, ours first."""
         args = self.args
-        ours = Ours(problem, self.dtype, args.isa, args.rotate, args.huge_pages)
+        ours = Ours(problem, self.dtype, args.isa, args.rotate, args.huge_pages, self.interleaves(problem))
         contestants = [ours]
         for peer in self.peers:
             contestants += peer.contestants(problem, len(ours.ring), args.huge_pages)
@@ -179,6 +189,11 @@ class Bench:
             else:
                 self.warn(f"no {dense_name(dtype)} at {problem.K}x{problem.N}: {nbytes / MB:.0f} MB is too much here")
         return contestants
+
+    def interleaves(self, problem: Problem) -> bool:
+        """Whether our weights are interleaved: what has no two blocks in a row can't be."""
+        block_size, _ = gguf.GGML_QUANT_SIZES[problem.quant_type]
+        return self.args.layout == "interleaved" and self.args.device == "cpu" and block_size < problem.K
 
     def measure(self, problem: Problem, contestants: list[Contestant], M: int) -> dict:
         """One line of the table: times, speeds, errors, ratios."""

@@ -71,14 +71,20 @@ class Contestant(Protocol):
 
 
 class Ours:
-    """torch_qgemv.linear, by the best kernels or by those of one instruction set."""
+    """torch_qgemv.linear, by the best kernels or by those of one instruction set, on plain or interleaved weights."""
 
     name = group = "torch_qgemv"
 
-    def __init__(self, problem: Problem, dtype: torch.dtype, isa: str | None, rotate: int, huge: bool):
+    def __init__(
+        self, problem: Problem, dtype: torch.dtype, isa: str | None, rotate: int, huge: bool, interleaved: bool = False
+    ):
         self.dtype, self.weight_bytes = dtype, problem.N * problem.rows.shape[1]
         self.ring = repeat(problem.rows, problem.N, copies_for(self.weight_bytes, rotate), huge)
         self._quant_type, self._isa = int(problem.quant_type), isa
+        self._N = problem.N
+        if interleaved:
+            weight = torch.ops.torch_qgemv.interleave(self.ring[0], self._quant_type)
+            self.ring = [plain.view(weight.shape).copy_(weight) for plain in self.ring]
 
     def takes(self, M: int) -> bool:
         return True
@@ -90,7 +96,7 @@ class Ours:
         # The bias is added before y is rounded: with -exact as bias, y is the error itself.
         errors = []
         for token, expected in zip(tokens, exact, strict=True):
-            bias = torch.zeros(self.ring[0].shape[0], device=x.device)
+            bias = torch.zeros(self._N, device=x.device)
             bias[: len(expected)] = -expected.float()
             y = self._call(x, self.ring[0], bias)()[token, : len(expected)]
             errors.append(y.double() + (expected.float().double() - expected))

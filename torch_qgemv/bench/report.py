@@ -31,8 +31,9 @@ def heading(result: dict) -> str:
     lines = [
         f"{machine['processor']}, {machine['cpus']} CPUs, last-level cache "
         f"{f'{cache / MB:.0f} MB' if cache else 'unknown'}; torch {machine['torch']}; {machine['system']}",
-        f"{settings['threads']} thread(s), x in {settings['dtype']}, kernels {settings['isa']}; weights rotate over "
-        f"{settings['rotate_bytes'] / MB:.0f} MB each, {'huge' if settings['huge_pages'] else 'small'} pages asked for",
+        f"{settings['threads']} thread(s), x in {settings['dtype']}, kernels {settings['isa']}, {settings['layout']} "
+        f"weights; weights rotate over {settings['rotate_bytes'] / MB:.0f} MB each, "
+        f"{'huge' if settings['huge_pages'] else 'small'} pages asked for",
     ]
     for name, peer in result["peers"].items():
         features = " ".join(f"{key}={value}" if value != "1" else key for key, value in peer["features"].items())

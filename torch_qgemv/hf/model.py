@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from .. import modules
 from ..gguf import GGUFFile
 from ..loading import load_tensors
 from ..modules import QuantEmbedding, QuantLinear
@@ -25,6 +26,7 @@ def from_gguf(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     progress: bool | None = None,
+    prepare: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Builds the transformers model and tokenizer of the GGUF file at `path`, from the file alone.
 
@@ -34,6 +36,8 @@ def from_gguf(
     device: where the model goes; None is the CPU.
     dtype: of activations and of the tensors that aren't packed; None is torch.float32, on every device.
     progress: show a progress bar; None shows it on a terminal only.
+    prepare: on the CPU, rearrange the weights for speed (torch_qgemv.prepare). Without it they stay in the file's map,
+        in memory only as far as they are used, and shared with other processes.
 
     Raises GGUFError for a damaged file, NotImplementedError for an architecture, option or tokenizer that isn't
     supported, ValueError if the file's tensors aren't exactly those of the model.
@@ -57,7 +61,8 @@ def from_gguf(
     _fill_buffers(model, file)
     tokenizer = build_tokenizer(file.metadata)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    return model.to(device or "cpu").eval(), tokenizer
+    model = model.to(device or "cpu").eval()
+    return modules.prepare(model) if prepare else model, tokenizer
 
 
 def _empty_model(file: GGUFFile, architecture: Architecture, dtype: torch.dtype) -> PreTrainedModel:

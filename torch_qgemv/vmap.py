@@ -1,0 +1,34 @@
+"""torch.func.vmap over the operators."""
+
+import torch
+
+ops = torch.ops.torch_qgemv
+
+
+def _one_call_each(op, info, in_dims, args):
+    """For a batch of packed weights, as of an ensemble's models, or of biases."""
+    samples = [
+        [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
+        for i in range(info.batch_size)
+    ]
+    return torch.stack([op(*sample) for sample in samples]), 0
+
+
+def _register_rows(op):
+    """A batch of the first argument, rows of x, of grad_y or of indices, is just more rows."""
+
+    def rule(info, in_dims, rows, *args):
+        if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
+            return op(rows.movedim(in_dims[0], 0), *args), 0
+        return _one_call_each(op, info, in_dims, (rows, *args))
+
+    torch.library.register_vmap(op, rule)
+
+
+def _dequantize(info, in_dims, *args):
+    return _one_call_each(ops.dequantize.default, info, in_dims, args)
+
+
+for _op in (ops.linear.default, ops.linear_transposed.default, ops.embedding.default):
+    _register_rows(_op)
+torch.library.register_vmap(ops.dequantize.default, _dequantize)
