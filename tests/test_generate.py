@@ -122,7 +122,7 @@ def test_unpack_gives_the_same_model(example, name):
     packed, _ = from_gguf(MODEL.with_stem(name), progress=False)
     dense = example.unpack(from_gguf(MODEL.with_stem(name), progress=False)[0])
     assert not any(isinstance(module, example.PACKED_MODULES) for module in dense.modules())
-    tied = packed.lm_head.packed.data_ptr() == packed.model.embed_tokens.packed.data_ptr()
+    tied = packed.lm_head.stored.data_ptr() == packed.model.embed_tokens.stored.data_ptr()
     assert (dense.lm_head.weight is dense.model.embed_tokens.weight) == tied
     ids = torch.arange(10)[None]
     with torch.no_grad():

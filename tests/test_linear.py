@@ -1,5 +1,6 @@
 """linear against float64, for every type, dtype, shape and instruction set."""
 
+import itertools
 import os
 
 import pytest
@@ -32,12 +33,16 @@ def test_all_types_and_dtypes(quant_type, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, **by_name)
 @pytest.mark.parametrize("quant_type", TYPES, **by_name)
 def test_every_instruction_set(quant_type, dtype, isa):
-    for N, K, M in ((1, block_size(quant_type), 1), (35, 2304, 1), (35, 768, 2), (35, 768, 7)):
+    for N, K, M in ((1, block_size(quant_type), 1), (35, 2304, 1), (35, 768, 2), (35, 768, 7), (35, 1280, 11)):
         packed, bias = random_packed(quant_type, N, K), random_x((N,), seed=9)
-        for positive in (False, True):
+        weights = [packed]
+        if N > 1:
+            weights.append(torch.ops.torch_qgemv.interleave(packed, quant_type))
+        for weight, positive in itertools.product(weights, (False, True)):
             x = random_x((M, K), dtype, seed=N, positive=positive)
-            y = torch.ops.torch_qgemv._linear_isa(x, packed, quant_type, bias, isa)
-            assert_linear_close(y, x, dequantized(packed, quant_type), bias, positive, f"N={N} K={K} M={M}")
+            y = torch.ops.torch_qgemv._linear_isa(x, weight, quant_type, bias, isa)
+            context = f"N={N} K={K} M={M} {weight.dim()}-D"
+            assert_linear_close(y, x, dequantized(packed, quant_type), bias, positive, context)
 
 
 @pytest.mark.parametrize("quant_type", TYPES, **by_name)
@@ -153,6 +158,18 @@ def test_infinite_and_nan_weights_stay_in_their_row(device):
     assert not y[:, 3].isfinite().any() and y[:, 18].isnan().all()
     keep = [n for n in range(20) if n not in (3, 18)]
     assert_linear_close(y[:, keep], x, dequantized(packed[keep], TYPES[4]), positive=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_part_of_a_chunk_meets_nothing_left_over(isa):
+    """x has zeros where K ends within a chunk of 256; what an earlier product left in memory there must not matter."""
+    linear = torch.ops.torch_qgemv._linear_isa
+    bad = torch.full((40, 256 // 32 * 34), 255, dtype=torch.uint8)  # Q8_0 with NaN for scales
+    for M in (1, 4, 12, 40):
+        assert linear(random_x((M, 256)), bad, 8, None, isa).isnan().all()
+        for K in (32, 96, 288):
+            packed, x = random_packed(TYPES[4], 40, K), random_x((M, K))
+            assert_linear_close(linear(x, packed, 8, None, isa), x, dequantized(packed, TYPES[4]), context=f"{M} {K}")
 
 
 @pytest.mark.parametrize("M", [1, 40])

@@ -102,7 +102,7 @@ def test_memory_is_that_of_the_file(name, device):
     model, _ = load(name, device)
     tensors = [tensor for tensor in GGUFFile(path_of(name)).values() if tensor.quant_type.name in PACKED_TYPES]
     in_file = sum(tensor.data.nbytes for tensor in tensors)
-    storages = {module.packed.untyped_storage().data_ptr(): module.packed.nbytes for module in quant_modules(model)}
+    storages = {module.stored.untyped_storage().data_ptr(): module.stored.nbytes for module in quant_modules(model)}
     assert sum(storages.values()) == in_file
     unpacked = sum(parameter.nbytes for parameter in model.parameters())
     assert unpacked < 0.05 * in_file
@@ -132,7 +132,7 @@ def test_generate_equals_dequantized(name, device):
 @pytest.mark.parametrize("name", TIED)
 def test_tied_output_shares_the_embeddings_bytes(name, device):
     def shares(model):
-        return model.lm_head.packed.data_ptr() == model.get_input_embeddings().packed.data_ptr()
+        return model.lm_head.stored.data_ptr() == model.get_input_embeddings().stored.data_ptr()
 
     model, _ = load(name, device)
     expected = logits(model, device)
@@ -141,7 +141,7 @@ def test_tied_output_shares_the_embeddings_bytes(name, device):
     assert shares(model.to(torch.float32))
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert shares(copied)
-        assert copied.lm_head.packed.data_ptr() != model.lm_head.packed.data_ptr()
+        assert copied.lm_head.stored.data_ptr() != model.lm_head.stored.data_ptr()
         assert shares(copied.to("meta").to_empty(device=device))
         copied.load_state_dict(model.state_dict())
     assert torch.equal(logits(model, device), expected)

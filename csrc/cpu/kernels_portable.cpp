@@ -30,7 +30,11 @@ void from_float(const float* from, Dtype dtype, int64_t count, void* to) {
 void deinterleave_row(const Weight& w, int64_t n, uint8_t* out) {
   with_format<Portable>(w.quant_type, [&](auto format) {
     using F = decltype(format);
-    for (int64_t b = 0; b < w.K / F::block_size; ++b) copy_block<F>(w, n, b, out + b * Units<F>::bytes);
+    for (int64_t b = 0; b < w.K / F::block_size; ++b) {
+      typename F::Block copy;
+      const typename F::Block& block = block_of<F>(w, n, b, copy);
+      memcpy(out + b * sizeof block, &block, sizeof block);
+    }
   });
 }
 
@@ -41,8 +45,8 @@ void linear_exact(const Weight& w, const float* x, const float* bias, float* y, 
       double sum = 0;
       float values[chunk_size];
       for (int64_t b = 0; b < w.K / F::block_size; ++b) {
-        typename F::Block block;
-        copy_block<F>(w, n, b, (uint8_t*)&block);
+        typename F::Block copy;
+        const typename F::Block& block = block_of<F>(w, n, b, copy);
         for (int k = 0; k < F::block_size; k += chunk_size) {
           decode<F>(block, k / chunk_size, values);
           for (int i = 0; i < chunk_size; ++i) sum += double(values[i]) * double(x[b * F::block_size + k + i]);

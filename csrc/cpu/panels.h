@@ -78,21 +78,19 @@ void interleave_panels(const Weight& w, int64_t begin, int64_t end, uint8_t* out
   }
 }
 
-// Block b of row n.
+// Block b of row n: where it lies, or, out of a panel, its bytes in `copy`.
 template <class F>
-inline void copy_block(const Weight& w, int64_t n, int64_t b, uint8_t* block) {
+inline const typename F::Block& block_of(const Weight& w, int64_t n, int64_t b, typename F::Block& copy) {
   using U = Units<F>;
   const int64_t rows_in_panels = w.interleaved ? w.N / panel_rows * panel_rows : 0;
-  if (n >= rows_in_panels) {
-    memcpy(block, w.data + n * w.row_stride + b * U::bytes, U::bytes);
-    return;
-  }
+  if (n >= rows_in_panels) return *(const typename F::Block*)(w.data + n * w.row_stride + b * U::bytes);
   const int64_t r = n % panel_rows;
   const uint8_t* panel = w.data + (n - r) * row_bytes<F>(w) + b * panel_rows * U::bytes;
-  auto copy = [&](int o, int unit) { memcpy(block + o, panel + panel_rows * o + unit * r, unit); };
-  for (int o = 0; o < U::first_word; o += 2) copy(o, 2);
-  for (int o = U::first_word; o < U::behind; o += 4) copy(o, 4);
-  for (int o = U::behind; o < U::bytes; o += 2) copy(o, 2);
+  auto take = [&](int o, int unit) { memcpy((uint8_t*)&copy + o, panel + panel_rows * o + unit * r, unit); };
+  for (int o = 0; o < U::first_word; o += 2) take(o, 2);
+  for (int o = U::first_word; o < U::behind; o += 4) take(o, 4);
+  for (int o = U::behind; o < U::bytes; o += 2) take(o, 2);
+  return copy;
 }
 
 }  // namespace qgemv::cpu

@@ -27,16 +27,15 @@ void dequantize_row(const Weight& w, int64_t n, int64_t first, int64_t count, Dt
   const int item = dtype == Dtype::f32 ? 4 : 2;
   auto* to = (char*)out;
   for (int64_t b = first / F::block_size; b < (first + count) / F::block_size; ++b) {
-    typename F::Block block;
-    copy_block<F>(w, n, b, (uint8_t*)&block);
+    typename F::Block copy;
+    const typename F::Block& block = block_of<F>(w, n, b, copy);
     const auto scales = F::template scales<Plain>(block);
     for (int c = 0; c < F::block_size / 16; ++c) {
       const int group = 16 * c / F::group;
       const float scale = scales.scale(group), min = scales.min(group);
       const typename S::Word codes = F::template codes<S>(block, 4 * c);
       for (int k = 0; k < 16; k += lanes, to += lanes * item) {
-        const auto code =
-            __builtin_convertvector(load<typename Isa::Byte>((const uint8_t*)&codes + k), typename Isa::Int);
+        const typename Isa::Int code = Isa::bytes((const uint8_t*)&codes + k);
         typename Isa::Float value = __builtin_convertvector(code - zero, typename Isa::Float) * scale;
         if (F::has_min) value = value - min;
         store_as<Isa>(to, dtype, value);

@@ -34,7 +34,6 @@ struct RegisterTypes {
   typedef int32_t Int __attribute__((vector_size(4 * n)));
   typedef float Float __attribute__((vector_size(4 * n)));
   typedef uint16_t Short __attribute__((vector_size(2 * n)));
-  typedef uint8_t Byte __attribute__((vector_size(n)));
   typedef uint32_t FourWords __attribute__((vector_size(16)));
 };
 

@@ -14,6 +14,7 @@ struct Avx2Base : RegisterTypes<8> {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
   }
   static Word u16(const uint16_t* s) { return (Word)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)s)); }
+  static Int bytes(const uint8_t* p) { return (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
   static Word lookup(Word index, const int8_t* table) {
     const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
     return (Word)_mm256_shuffle_epi8(levels ^ _mm256_set1_epi8(char(128)), (__m256i)index);

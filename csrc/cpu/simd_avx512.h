@@ -18,6 +18,7 @@ struct Avx512 : RegisterTypes<16> {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
   }
   static Word u16(const uint16_t* s) { return (Word)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)s)); }
+  static Int bytes(const uint8_t* p) { return (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
   static Word lookup(Word index, const int8_t* table) {
     const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
     return (Word)_mm512_shuffle_epi8(levels ^ _mm512_set1_epi8(char(128)), (__m512i)index);

@@ -40,6 +40,7 @@ struct Portable : RegisterTypes<4> {
     for (int i = 0; i < lanes; ++i) p[i] = float_to_half(v[i]);
   }
   static Word u16(const uint16_t* s) { return __builtin_convertvector(load<Short>(s), Word); }
+  static Int bytes(const uint8_t* p) { return Int{p[0], p[1], p[2], p[3]}; }
   static Word lookup(Word index, const int8_t* table) { return lookup_16(index, table) ^ 0x80808080u; }
   static FourWords lookup_16(FourWords index, const int8_t* table) {
     uint8_t b[16];

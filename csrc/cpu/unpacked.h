@@ -31,8 +31,8 @@ struct Unpacked {
     return load<typename V::Word>(block.codes[i]);
   }
 
-  // `count` blocks of a panel to `out`, for `fetch` see multiply_block. What lies behind them in a chunk meets zeros of
-  // x and only has to be finite.
+  // `count` blocks of a panel to `out`, for `fetch` see multiply_block. The groups left over in a chunk get scales of
+  // zero; their codes, which meet zeros of x, may be anything.
   static void unpack(const Panel<V, F>* blocks, int count, bool fetch, Block& out) {
     constexpr int words = F::block_size / 4, groups_each = F::block_size / F::group;
     for (int b = 0; b < count; ++b) {
@@ -45,6 +45,10 @@ struct Unpacked {
       }
       QGEMV_UNROLL_BLOCK(64)
       for (int i = 0; i < words; ++i) store(out.codes[b * words + i], F::template codes<V>(blocks[b], i));
+    }
+    for (int g = count * groups_each; g < groups; ++g) {
+      store(out.scale[g], Float{});
+      if (has_min) store(out.min[g], Float{});
     }
   }
 };
