@@ -110,10 +110,11 @@ def draw_chart(result: dict, path: Path) -> None:
     left.legend()
 
     group = "ggml" if any(case["ratios"].get("ggml") for case in cases) else DENSE_COLUMNS[-1]
-    for quant_type in types:
+    for index, quant_type in enumerate(types):
         points = [(c["M"], c["ratios"].get(group)) for c in cases if c["quant_type"] == quant_type]
         points = [(M, ratio) for M, ratio in sorted(points) if ratio]
-        right.plot(*zip(*points, strict=True) if points else ([], []), marker="o", label=quant_type)
+        style = "o-" if index < 10 else "s--"  # pyplot has ten colours
+        right.plot(*zip(*points, strict=True) if points else ([], []), style, label=quant_type)
     right.axhline(1, color="grey", linewidth=1)
     right.set_xscale("log", base=2)
     right.set(title=f"time of {group} / time of torch_qgemv", xlabel="M, rows of x")
