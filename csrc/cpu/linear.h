@@ -1,6 +1,8 @@
 // y = x W^T on one instruction set V, for any format. Rows of W are taken 16 at a time, a panel, one row an element of
 // the vectors; each block is read once for all rows of x.
 #pragma once
+#include <type_traits>
+
 #include "activations.h"
 #include "unpacked.h"
 
@@ -18,6 +20,27 @@ inline typename V::Float join(const typename V::Int (&acc)[L]) {  // two 8-bit l
     return V::to_float((acc[0] << 8) + acc[1]) * 256.0f + V::to_float(acc[2]);
 }
 
+// The scales of a panel's block in memory. Kept in registers, where these are few, they would push out the sums of
+// products, which are used much more often.
+template <class V, class F>
+struct StoredScales {
+  using Float = typename V::Float;
+  static constexpr int groups = F::block_size / F::group;
+  alignas(64) float scales[groups][panel_rows], mins[F::has_min ? groups : 1][panel_rows];
+
+  template <class Scales>
+  void set(const Scales& from) {
+    QGEMV_UNROLL_BLOCK(16)
+    for (int g = 0; g < groups; ++g) {
+      store(scales[g], from.scale(g));
+      if (F::has_min) store(mins[g], from.min(g));
+    }
+    asm volatile("" ::"r"(this) : "memory");
+  }
+  Float scale(int g) const { return load<Float>(scales[g]); }
+  Float min(int g) const { return F::has_min ? load<Float>(mins[g]) : Float{}; }
+};
+
 // One block of each of P panels times M rows of x, added to sum; `first`: the block's first weight in its chunk;
 // `fetch`: whether the blocks lie in memory, one after the other.
 template <class V, class F, int P, int M, int L, class Block>
@@ -26,10 +49,15 @@ inline void multiply_block(const Block* const (&w)[P], const Activations<typenam
   using Int = typename V::Int;
   using Float = typename V::Float;
   constexpr int groups = F::block_size / F::group, words = F::group / 4, zero = F::template zero<V>();
+  constexpr bool stored = V::Isa::registers < 32 && groups > 1 && !requires { F::scales_in_memory; };
   using Scales = decltype(F::template scales<V>(*w[0]));
-  Scales scales[P];
+  std::conditional_t<stored, StoredScales<V, F>, Scales> scales[P];
 #pragma GCC unroll 4
-  for (int p = 0; p < P; ++p) scales[p] = F::template scales<V>(*w[p]);
+  for (int p = 0; p < P; ++p)
+    if constexpr (stored)
+      scales[p].set(F::template scales<V>(*w[p]));
+    else
+      scales[p] = F::template scales<V>(*w[p]);
   const int first_group = first / F::group;
   QGEMV_UNROLL_BLOCK(16)
   for (int g = 0; g < groups; ++g) {
@@ -90,14 +118,20 @@ __attribute__((noinline)) void multiply_chunk(const Block* const (&blocks)[P], i
     }
 }
 
-// The same for any number of rows of x, a few at a time.
-template <class V, class F, int P, int L, class Block>
+// So many rows of x at a time as leave four registers beside the sums of products, and at most four.
+template <class V, int P, int L>
+constexpr int most_tokens() {
+  const int tokens = (V::Isa::registers - 4) / (P * L * V::Int::count);
+  return tokens < 1 ? 1 : tokens < 4 ? tokens : 4;
+}
+
+// The same for rows [first, tokens) of x, T at a time, then fewer.
+template <class V, class F, int P, int L, int T = most_tokens<V, P, L>(), class Block>
 inline void multiply_tokens(const Block* const (&blocks)[P], int count, const Activations<typename V::Isa, L>* x,
-                            int64_t tokens, bool fetch, float (*const (&total)[P])[panel_rows]) {
-  int64_t m = 0;
-  for (; m + 4 <= tokens; m += 4, fetch = false) multiply_chunk<V, F, P, 4, L>(blocks, count, x, fetch, total, m);
-  if (tokens - m >= 2) multiply_chunk<V, F, P, 2, L>(blocks, count, x, fetch, total, m), m += 2, fetch = false;
-  if (tokens - m == 1) multiply_chunk<V, F, P, 1, L>(blocks, count, x, fetch, total, m);
+                            int64_t first, int64_t tokens, bool fetch, float (*const (&total)[P])[panel_rows]) {
+  for (; first + T <= tokens; first += T, fetch = false)
+    multiply_chunk<V, F, P, T, L>(blocks, count, x, fetch, total, first);
+  if constexpr (T > 1) multiply_tokens<V, F, P, L, (T + 1) / 2>(blocks, count, x, first, tokens, fetch, total);
 }
 
 // Where the chunks of a panel come from: the panel of an interleaved weight, or plain rows, interleaved on the way.
@@ -174,11 +208,11 @@ void linear_together(const LinearArgs& args, int64_t panel) {
       const typename U::Block* w[P];
       for (int p = 0; p < P; ++p)
         U::unpack(readers[p].read(c), count, readers[p].is_panel(), unpacked[p]), w[p] = unpacked + p;
-      multiply_tokens<V, U, P, L>(w, 1, x, M, false, totals);
+      multiply_tokens<V, U, P, L>(w, 1, x, 0, M, false, totals);
     } else {
       const Panel<V, F>* w[P];
       for (int p = 0; p < P; ++p) w[p] = readers[p].read(c);
-      multiply_tokens<V, F, P, L>(w, count, x, M, readers[0].is_panel(), totals);
+      multiply_tokens<V, F, P, L>(w, count, x, 0, M, readers[0].is_panel(), totals);
     }
   }
   for (int p = 0; p < P; ++p) store_outputs<V>(args, panel + p, total[p]);

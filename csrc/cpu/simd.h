@@ -1,6 +1,6 @@
-// What all instruction sets share. An instruction set `Isa` (simd_*.h) has registers of `lanes` elements of 32 bits and
-// a few functions on them; here they become vectors of one element for each of the 16 rows of a panel, and the storage
-// (metal/formats/common.h) of panels.
+// What all instruction sets share. An instruction set `Isa` (simd_*.h) has `registers` of `lanes` elements of 32 bits,
+// and a few functions on them; here they become vectors of one element for each of the 16 rows of a panel, and the
+// storage (metal/formats/common.h) of panels.
 #pragma once
 #include "../../metal/formats.h"
 #include "kernels.h"
@@ -14,15 +14,25 @@ static inline float bf16_to_float(uint16_t v) {
   return value;
 }
 
+// Parts (below) are loaded and stored one by one: through a copy of them all, GCC would keep them in memory.
 template <class T>
 static inline T load(const void* from) {
-  T value;
-  memcpy(&value, from, sizeof value);
-  return value;
+  if constexpr (requires { T::count; }) {
+    return T::make([&](int i) { return load<typename T::Part>((const char*)from + i * sizeof(typename T::Part)); });
+  } else {
+    T value;
+    memcpy(&value, from, sizeof value);
+    return value;
+  }
 }
 template <class T>
 static inline void store(void* to, const T& value) {
-  memcpy(to, &value, sizeof value);
+  if constexpr (requires { T::count; }) {
+#pragma GCC unroll 4
+    for (int i = 0; i < T::count; ++i) store((char*)to + i * sizeof value.part[i], value.part[i]);
+  } else {
+    memcpy(to, &value, sizeof value);
+  }
 }
 
 // The registers that every instruction set has, as types of the compiler. `Isa` is a parameter of all templates that
@@ -57,6 +67,7 @@ inline void store_as(void* p, Dtype dtype, typename Isa::Float v) {
 // 16 elements, in as many registers as they need.
 template <class Isa, class T>
 struct Parts {
+  using Part = T;
   static constexpr int count = panel_rows / Isa::lanes;
   T part[count];
 
@@ -123,7 +134,9 @@ struct Vectors {
   static Word fifth_bits(const Word& v) {
     return Word::make([&](int p) { return Isa::fifth_bits(v.part[p]); });
   }
-  static Float to_float(const Word& v) { return to_float(load<Int>(&v)); }
+  static Float to_float(const Word& v) {
+    return to_float(Int::make([&](int p) { return (typename Isa::Int)v.part[p]; }));
+  }
   static Float to_float(const Int& v) {
     return Float::make([&](int p) { return __builtin_convertvector(v.part[p], typename Isa::Float); });
   }

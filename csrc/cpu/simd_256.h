@@ -8,7 +8,7 @@ namespace qgemv::cpu {
 
 template <class Isa>
 struct Avx2Base : RegisterTypes<8> {
-  static constexpr int code_bias = 128, unpack_tokens = 9, tile_panels = 1;
+  static constexpr int code_bias = 128, registers = 16, unpack_tokens = 9, tile_panels = 1;
   static Float half(const uint16_t* h) { return (Float)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)h)); }
   static void store_half(uint16_t* p, Float v) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));

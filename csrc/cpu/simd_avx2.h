@@ -15,8 +15,10 @@ struct Avx2 : Avx2Base<Avx2> {
     return {_mm256_set1_epi32(load<int32_t>(x)), _mm256_set1_epi32(load<int32_t>(x + 2))};
   }
   static Int dot(Int acc, Word codes, const Four& four) {
-    return acc + (Int)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ffu), four.even) +
+    acc += (Int)_mm256_madd_epi16((__m256i)(codes & 0x00ff00ffu), four.even) +
            (Int)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)codes, 8), four.odd);
+    asm("" : "+x"(acc));  // else GCC adds up the products of a group at its end, and keeps them in memory until then
+    return acc;
   }
   // In the order that dot wants: weights 0, 2, 1, 3 of each four.
   static void store_limbs(int16_t* to, Int v) {

@@ -7,7 +7,7 @@
 namespace qgemv::cpu {
 
 struct Avx512 : RegisterTypes<16> {
-  static constexpr int limb_bits = 8, code_bias = 128;
+  static constexpr int limb_bits = 8, code_bias = 128, registers = 32;
   // From so many rows of x on, chunks are unpacked, of two panels at a time. Measured with Q4_K, Q6_K and Q4_0: at 8
   // rows passes of 4 rows over the packed chunk take 0.9 to 1.1 times as long, at 12 rows 1.0 to 1.2, at 4 rows 0.8.
   static constexpr int unpack_tokens = 9, tile_panels = 2;

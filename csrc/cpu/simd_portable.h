@@ -27,8 +27,8 @@ static inline uint16_t float_to_bf16(float f) {
   return uint16_t(f != f ? (v >> 16) | 0x40 : (v + 0x7fff + ((v >> 16) & 1)) >> 16);
 }
 
-struct Portable : RegisterTypes<4> {
-  static constexpr int limb_bits = 16, code_bias = 128, unpack_tokens = 9, tile_panels = 1;
+struct Portable : RegisterTypes<4> {  // `registers` is a guess
+  static constexpr int limb_bits = 16, code_bias = 128, registers = 32, unpack_tokens = 9, tile_panels = 1;
   using Limb = int16_t;
 
   static Float half(const uint16_t* h) {

@@ -1,12 +1,17 @@
 // Code between BEGIN and END is compiled for the named instruction sets, whatever the compiler's own flags are. All
 // system headers must be included before, here, so that what they define keeps the flags of the rest of the library.
 #pragma once
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define QGEMV_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)

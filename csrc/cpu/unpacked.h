@@ -8,7 +8,7 @@ template <class V, class F>
 struct Unpacked {
   using Float = typename V::Float;
   static constexpr int block_size = chunk, group = F::group, groups = chunk / F::group;
-  static constexpr bool has_min = F::has_min;
+  static constexpr bool has_min = F::has_min, scales_in_memory = true;
   struct alignas(64) Block {
     uint32_t codes[chunk / 4][panel_rows];
     float scale[groups][panel_rows], min[has_min ? groups : 1][panel_rows];
