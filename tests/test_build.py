@@ -249,3 +249,18 @@ def test_pip_install_into_a_fresh_environment(tmp_path, isolation):
     assert version == TORCH
     assert Path(folder).is_relative_to(tmp_path / "venv")
     assert python_files(folder) == python_files(project / "torch_qgemv")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF objects")
+def test_kernels_of_different_instruction_sets_share_no_function():
+    """A function that two kernel files define is linked once: code for a newer processor could run on an older one."""
+    objects = sorted((ROOT / "build/objects/csrc/cpu").glob("kernels_*.o"))
+    if not objects or not shutil.which("nm"):
+        pytest.skip("not built in place, or no nm")
+    shared = {}
+    for path in objects:
+        listed = run("nm", "--defined-only", path)
+        for _, kind, name in (line.split() for line in listed.stdout.splitlines()):
+            if kind in "WVu":
+                shared.setdefault(name, set()).add(path.name)
+    assert {name: files for name, files in shared.items() if len(files) > 1} == {}

@@ -32,7 +32,7 @@ struct Units {
 };
 
 template <class F>
-inline int64_t row_bytes(const Weight& w) {
+static inline int64_t row_bytes(const Weight& w) {
   return w.K / F::block_size * int64_t(sizeof(typename F::Block));
 }
 
@@ -80,7 +80,7 @@ void interleave_panels(const Weight& w, int64_t begin, int64_t end, uint8_t* out
 
 // Block b of row n: where it lies, or, out of a panel, its bytes in `copy`.
 template <class F>
-inline const typename F::Block& block_of(const Weight& w, int64_t n, int64_t b, typename F::Block& copy) {
+static inline const typename F::Block& block_of(const Weight& w, int64_t n, int64_t b, typename F::Block& copy) {
   using U = Units<F>;
   const int64_t rows_in_panels = w.interleaved ? w.N / panel_rows * panel_rows : 0;
   if (n >= rows_in_panels) return *(const typename F::Block*)(w.data + n * w.row_stride + b * U::bytes);
