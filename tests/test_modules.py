@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_qgemv
-from torch_qgemv import QuantEmbedding, QuantLinear, modules, ops
+from torch_qgemv import QuantEmbedding, QuantLinear, ops, weight
 
 Q4_K = TYPES[7]
 ENCODED = ops.QUANTIZABLE
@@ -28,7 +28,7 @@ def unpackings(monkeypatch):
         calls.append(args)
         return ops.dequantize(*args, **kwargs)
 
-    monkeypatch.setattr(modules, "dequantize", counting)
+    monkeypatch.setattr(weight, "dequantize", counting)
     return calls
 
 
@@ -78,13 +78,13 @@ def test_to_dtype_leaves_the_bytes_alone(dtype):
     before = layer.packed.clone()
     layer.to(dtype)
     assert layer.dtype == dtype and torch.equal(layer.packed, before) and layer.weight.dtype == dtype
-    assert set(layer.state_dict()) == {"packed"}
+    assert set(layer.state_dict()) == {"packed", "quant_type_id"}
 
 
 def test_state_dict_copy_and_pickle():
     layer, _ = make_linear()
     other = QuantLinear(512, 6, "Q4_K")
-    assert set(layer.state_dict()) == {"packed", "bias"}
+    assert set(layer.state_dict()) == {"packed", "quant_type_id", "bias"}
     other.load_state_dict(layer.state_dict())
     x = random_x((2, 512))
     for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn import utils
 from torch.nn.utils import parametrize, prune
 
-from torch_qgemv import QuantEmbedding, QuantLinear, modules, ops, quantize_model
+from torch_qgemv import QuantEmbedding, QuantLinear, ops, quantize_model, weight
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def calls(monkeypatch):
         return call
 
     monkeypatch.setattr(torch.ops.torch_qgemv, "linear", counting("linear", torch.ops.torch_qgemv.linear))
-    monkeypatch.setattr(modules, "dequantize", counting("dequantize", ops.dequantize))
+    monkeypatch.setattr(weight, "dequantize", counting("dequantize", ops.dequantize))
     return counts
 
 

@@ -9,6 +9,7 @@ from .loading import load_gguf
 from .modules import QuantEmbedding, QuantLinear, prepare
 from .ops import dequantize, embedding, linear, quant_types, quantize
 from .quantizing import QuantizationReport, quantize_model
+from .saving import load_state_dict
 
 
 def __getattr__(name: str):
@@ -30,6 +31,7 @@ __all__ = [
     "embedding",
     "linear",
     "load_gguf",
+    "load_state_dict",
     "prepare",
     "quant_types",
     "quantize",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import torch
@@ -246,6 +246,16 @@ class _Tied:
             return super()._apply(fn, recurse)
         finally:
             self._buffers["packed"] = source.stored
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The source's tensor is taken, so that it is seen as shared: after torch_qgemv.prepare each is a copy."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        plain = destination[f"{prefix}packed"]
+        for value in destination.values():
+            is_like = isinstance(value, torch.Tensor) and value.shape == plain.shape and value.dtype == plain.dtype
+            if is_like and value.device == plain.device and not plain.is_meta and torch.equal(value, plain):
+                destination[f"{prefix}packed"] = value
+                break
 
 
 class TiedQuantLinear(_Tied, QuantLinear):

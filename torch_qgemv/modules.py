@@ -10,132 +10,12 @@ from typing import Any
 import gguf
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_dynamo_compiling
 
 from .ops import QuantType, dequantize, quantize, resolve_quant_type
-
-aten = torch.ops.aten
-# What would set something on the stand-in that is then gone with it; with None or False they do nothing.
-_SETTERS = (
-    torch.Tensor.data.__set__,
-    torch.Tensor.grad.__set__,
-    torch.Tensor.requires_grad.__set__,
-    torch.Tensor.requires_grad_,
-)
-
-
-class ReadOnlyWeight(torch.Tensor):
-    """The matrix [N, K] of a packed module: what PackedWeight and its twin for torch.compile share.
-
-    F.linear and F.embedding on it run the packed operator. It is read-only: an in-place operation raises TypeError.
-    """
-
-    _packed: torch.Tensor
-    _quant_type: gguf.GGMLQuantizationType
-    _transposed: bool  # then it is the matrix [K, N]
-
-    @classmethod
-    def __torch_function__(cls, func, types_, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return cls._linear(*args, **kwargs)
-        if func is F.embedding:
-            return cls._embedding(*args, **kwargs)
-        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):
-            cls._refuse_write(func)
-        if func in (torch.Tensor.data.__get__, torch.Tensor.detach):  # a copy would lose writes silently
-            return args[0]
-        if func in _SETTERS and not any(value is None or value is False for value in args[1:]):
-            cls._refuse_write(getattr(func, "__self__", func))
-        with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_exporting():  # its modes refuse a class of tensors that they don't know
-                args, kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
-            return func(*args, **kwargs)
-
-    @staticmethod
-    def _linear(input, weight, bias=None):
-        if not isinstance(weight, ReadOnlyWeight) or weight._transposed:
-            return F.linear(*(_plain(tensor) for tensor in (input, weight, bias)))
-        return torch.ops.torch_qgemv.linear(_plain(input), weight._packed, weight._quant_type, _plain(bias))
-
-    @staticmethod
-    def _embedding(input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
-        if max_norm is not None:  # torch would rescale rows of the weight in place
-            ReadOnlyWeight._refuse_write(F.embedding)
-        if weight._transposed:
-            return F.embedding(input, _plain(weight))
-        return torch.ops.torch_qgemv.embedding(input, weight._packed, weight._quant_type, weight.dtype)
-
-    @staticmethod
-    def _refuse_write(func):
-        raise TypeError(f"{func.__name__} would write to a packed weight, which is read-only; use to_linear() first")
-
-
-class PackedWeight(ReadOnlyWeight):
-    """The matrix [N, K] of a packed module as a tensor that has no data of its own.
-
-    Its shape, dtype and device cost nothing. Products with its transpose run the packed operator, as F.linear does;
-    anything else works on a dequantized copy.
-    """
-
-    @staticmethod
-    def __new__(
-        cls,
-        packed: torch.Tensor,
-        quant_type: gguf.GGMLQuantizationType,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        transposed: bool = False,
-    ):
-        strides = (1, shape[0]) if transposed else (shape[1], 1)
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=packed.device)
-        self._packed, self._quant_type, self._transposed = packed, quant_type, transposed
-        return self
-
-    def __repr__(self) -> str:
-        return (
-            f"PackedWeight({self._quant_type.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"device='{self.device}')"
-        )
-
-    def __reduce_ex__(self, protocol):
-        raise TypeError("a packed weight can't be copied or saved by itself; use the module or to_linear().weight")
-
-    def __deepcopy__(self, memo):
-        return self.__reduce_ex__(None)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types_, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is aten.t.default:
-            weight = args[0]
-            return cls(weight._packed, weight._quant_type, weight.shape[::-1], weight.dtype, not weight._transposed)
-        # What torch makes of F.linear inside functions of its own, such as F.multi_head_attention_forward.
-        if func is aten.linear.default:
-            return cls._linear(*args, **kwargs)
-        if func in (aten.mm.default, aten.addmm.default) and isinstance(args[-1], cls) and not kwargs:
-            *bias, x, weight = args
-            if weight._transposed and all(b.shape == weight.shape[1:] for b in bias):
-                return cls._linear(x, weight.t(), *bias)
-        positional = zip(func._schema.arguments, args, strict=False)
-        named = ((argument, kwargs.get(argument.name)) for argument in func._schema.arguments)
-        for argument, value in (*positional, *named):
-            if argument.is_write and any(isinstance(leaf, cls) for leaf in tree_leaves(value)):
-                cls._refuse_write(func)
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
-
-
-class TracedWeight(ReadOnlyWeight):
-    """PackedWeight's twin for Dynamo, which can't trace a tensor without data. It is the dequantized matrix; of that
-    the graph keeps only what is used as a matrix."""
-
-
-def _plain(value: Any) -> Any:
-    if not isinstance(value, ReadOnlyWeight):
-        return value
-    matrix = dequantize(value._packed, value._quant_type, value.dtype)
-    return matrix.t() if value._transposed else matrix
+from .pretrained import guard_save_pretrained
+from .weight import stand_in
 
 
 @functools.cache
@@ -164,15 +44,22 @@ class PackedModule(nn.Module):
     def __init__(self, packed: torch.Tensor, quant_type: QuantType, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.quant_type = resolve_quant_type(quant_type)
+        self._type_id = int(self.quant_type)  # the operators take it 1 us faster than the enum
         _, type_size = gguf.GGML_QUANT_SIZES[self.quant_type]
         if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] % type_size:
             raise ValueError(
                 f"packed must be uint8 [N, row_bytes] with whole {self.quant_type.name} blocks of {type_size} bytes, "
                 f"got {packed.dtype} {list(packed.shape)}"
             )
-        self.register_buffer("packed", packed)
-        # Carries the compute dtype: .to(dtype) and .half() change it and leave the packed bytes alone.
+        # Carries the compute dtype: .to(dtype) and .half() change it and leave the packed bytes alone. The first of the
+        # buffers, for code that takes the dtype of the first one for that of the model.
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
+        self._keep_dtype_off_meta()
+        self.register_buffer("packed", packed)
+        # For saving and loading alone: the operators take the Python integer.
+        type_id = torch.tensor(int(self.quant_type), dtype=torch.int32, device=packed.device)
+        self.register_buffer("quant_type_id", type_id)
+        self._checked_type_id = type_id
         self._become(self._base)
 
     @property
@@ -208,11 +95,7 @@ class PackedModule(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """A read-only stand-in for the matrix [N, K], see PackedWeight."""
-        if not torch.compiler.is_dynamo_compiling():
-            return PackedWeight(self.stored, self.quant_type, self.matrix_shape, self.dtype)
-        weight = dequantize(self.stored, self.quant_type, self.dtype).as_subclass(TracedWeight)
-        weight._packed, weight._quant_type, weight._transposed = self.stored, self.quant_type, False
-        return weight
+        return stand_in(self.stored, self.quant_type, self.matrix_shape, self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -240,29 +123,88 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         if _is_interleaved(self.stored) and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
             self._buffers["packed"] = self.packed
-        return super()._apply(fn, recurse)
+        before = self.quant_type_id
+        super()._apply(fn, recurse)
+        self._keep_dtype_off_meta()
+        if self.quant_type_id is not before:  # to_empty() leaves it without a value
+            type_id = torch.full_like(self.quant_type_id, self.quant_type, dtype=torch.int32)
+            self._buffers["quant_type_id"] = self._checked_type_id = type_id
+        return self
+
+    def _keep_dtype_off_meta(self) -> None:
+        """No state dict brings it back from there, as it brings the other buffers."""
+        if self._dtype.is_meta:
+            self._buffers["_dtype"] = torch.empty(0, dtype=self.dtype, device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if _is_interleaved(self.stored):
             destination[f"{prefix}packed"] = self.packed
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        *_, error_msgs = args
+        if problem := self._obstacle_to_loading(state_dict, prefix):
+            error_msgs.append(problem)
+            return
         stored = self.stored
         if not _is_interleaved(stored):
-            super()._load_from_state_dict(*args)
-            return
-        plain = self._buffers["packed"] = self.packed
-        super()._load_from_state_dict(*args)
-        loaded = _interleave(self.stored, self.quant_type)
-        # In place, as torch loads: tied modules go on sharing the bytes. With assign=True they are new ones.
-        self._buffers["packed"] = stored.copy_(loaded) if self.stored is plain else loaded
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            plain = self._buffers["packed"] = self.packed
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            loaded = _interleave(self.stored, self.quant_type)
+            # In place, as torch loads: tied modules go on sharing the bytes. With assign=True they are new ones.
+            self._buffers["packed"] = stored.copy_(loaded) if self.stored is plain else loaded
+        self._checked_type_id = self.quant_type_id
+
+    def _obstacle_to_loading(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Why this module can't hold the packed bytes of a state dict: another type, or no bytes."""
+        type_id, packed = (state_dict.get(f"{prefix}{name}") for name in ("quant_type_id", "packed"))
+        is_known = isinstance(type_id, torch.Tensor) and type_id.numel() == 1 and not type_id.is_meta
+        if is_known and int(type_id) != self.quant_type:
+            return f"{prefix}packed is {_type_name(type_id)} in the state dict, but {self.quant_type.name} here"
+        if isinstance(packed, torch.Tensor) and packed.dtype != torch.uint8:
+            return f"{prefix}packed must be packed bytes (torch.uint8), but is {packed.dtype} in the state dict"
+        return None
+
+    def _checked(self) -> torch.Tensor:
+        """`stored`, for an operator. Raises if foreign code has cast it, or has loaded a weight of another type."""
+        buffers = self._buffers
+        stored = buffers["packed"]
+        if stored.dtype is not torch.uint8:
+            raise TypeError(
+                f"{type(self).__name__}: packed must hold packed bytes (torch.uint8), but is {stored.dtype} "
+                f"{list(stored.shape)}: something has cast the buffer, so load it again"
+            )
+        if not is_dynamo_compiling() and buffers["quant_type_id"] is not self._checked_type_id:
+            self._check_type_id()
+        return stored
+
+    def _check_type_id(self) -> None:
+        """For code that sets the buffers by their names, as accelerate does."""
+        type_id = self.quant_type_id
+        if type(type_id) is not torch.Tensor or type_id.is_meta or is_functorch_wrapped_tensor(type_id):
+            return  # it has no value that can be read
+        if int(type_id) != self.quant_type:
+            raise ValueError(
+                f"{type(self).__name__}: packed was made a {_type_name(type_id)} weight (quant_type_id), but "
+                f"this module is for {self.quant_type.name}"
+            )
+        self._checked_type_id = type_id
 
     def _become(self, base: type[PackedModule]) -> None:
         self.__class__ = _class_for(base, self.quant_type)
+        guard_save_pretrained(PackedModule)
 
     def _dequantized(self, dtype: torch.dtype | None) -> nn.Parameter:
         return nn.Parameter(dequantize(self.stored, self.quant_type, torch.float32).to(dtype or self.dtype))
+
+
+def _type_name(type_id: torch.Tensor) -> str:
+    try:
+        return gguf.GGMLQuantizationType(int(type_id)).name
+    except ValueError:
+        return f"of GGUF type id {int(type_id)}"
 
 
 def _is_interleaved(stored: torch.Tensor | None) -> bool:
@@ -358,7 +300,7 @@ class QuantLinear(PackedModule):
         return self.matrix_shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.torch_qgemv.linear(x, self._buffers["packed"], self.quant_type, self.bias)
+        return torch.ops.torch_qgemv.linear(x, self._checked(), self._type_id, self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -404,7 +346,7 @@ class QuantEmbedding(PackedModule):
         return self.matrix_shape[1]
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        return torch.ops.torch_qgemv.embedding(indices, self._buffers["packed"], self.quant_type, self.dtype)
+        return torch.ops.torch_qgemv.embedding(indices, self._checked(), self._type_id, self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, quant_type={self.quant_type.name}"

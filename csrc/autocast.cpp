@@ -1,0 +1,25 @@
+// Under autocast x is cast as nn.functional.linear casts it, and so y has the autocast dtype. The bias stays as it is:
+// it is added in float32 anyway. The other operators take no part, as nn.functional.embedding.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+namespace qgemv {
+
+template <c10::DeviceType device>
+at::Tensor linear_autocast(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
+                           const std::optional<at::Tensor>& bias) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("torch_qgemv::linear", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, const std::optional<at::Tensor>&)>();
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
+  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weight, quant_type,
+                 bias);
+}
+
+TORCH_LIBRARY_IMPL(torch_qgemv, AutocastCPU, m) { m.impl("linear", &linear_autocast<c10::DeviceType::CPU>); }
+TORCH_LIBRARY_IMPL(torch_qgemv, AutocastMPS, m) { m.impl("linear", &linear_autocast<c10::DeviceType::MPS>); }
+
+}  // namespace qgemv
