@@ -188,8 +188,8 @@ void store_outputs(const LinearArgs& args, int64_t panel, const float (*total)[p
   }
 }
 
-// P panels times all rows of x; `unpack`: each chunk is unpacked once, and not by every few rows of x again.
-template <class V, class F, int P, int L, bool unpack>
+// P panels times all rows of x; `once`: each chunk is unpacked once, and not by every few rows of x again.
+template <class V, class F, int P, int L, bool once>
 void linear_together(const LinearArgs& args, int64_t panel) {
   using U = Unpacked<V, F>;
   using Reader = PanelReader<V, F>;
@@ -201,13 +201,13 @@ void linear_together(const LinearArgs& args, int64_t panel) {
 
   Reader readers[P];
   for (int p = 0; p < P; ++p) readers[p].start(args.weight, panel + p);
-  typename U::Block unpacked[unpack ? P : 1];
+  typename U::Block unpacked[once ? P : 1];
   for (int64_t c = 0; c < chunks; ++c, x += M) {
     const int count = readers[0].count(c);
-    if constexpr (unpack) {
+    if constexpr (once) {
       const typename U::Block* w[P];
       for (int p = 0; p < P; ++p)
-        U::unpack(readers[p].read(c), count, readers[p].is_panel(), unpacked[p]), w[p] = unpacked + p;
+        unpack<V, F>(readers[p].read(c), count, readers[p].is_panel(), unpacked[p]), w[p] = unpacked + p;
       multiply_tokens<V, U, P, L>(w, 1, x, 0, M, false, totals);
     } else {
       const Panel<V, F>* w[P];
