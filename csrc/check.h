@@ -128,6 +128,25 @@ inline MatrixSize check_deinterleave(const at::Tensor& weight, int64_t quant_typ
   return size;
 }
 
+inline MatrixSize check_quantize(const at::Tensor& weight, int64_t quant_type,
+                                 const std::optional<at::Tensor>& importance) {
+  const Format& format = check_quant_type("quantize", quant_type);
+  TORCH_CHECK_VALUE(weight.dim() == 2 && at::isFloatingType(weight.scalar_type()),
+                    "torch_qgemv.quantize: weight must be a float matrix [N, K], got ", weight.scalar_type(), " ",
+                    weight.sym_sizes());
+  const c10::SymInt N = weight.sym_size(0), K = weight.sym_size(1);
+  TORCH_CHECK_VALUE(K % format.block_size == 0, "torch_qgemv.quantize: weight ", weight.sym_sizes(), " has K = ", K,
+                    ", no multiple of the ", format.block_size, " weights of a ", format.name, " block");
+  if (importance) {
+    check_same_device("quantize", "importance", *importance, weight);
+    TORCH_CHECK_VALUE(
+        importance->dim() == 1 && importance->sym_size(0) == K && at::isFloatingType(importance->scalar_type()),
+        "torch_qgemv.quantize: importance must be float [K] = [", K, "], got ", importance->scalar_type(), " ",
+        importance->sym_sizes());
+  }
+  return {N, K};
+}
+
 // The rows of a plain weight may lie at any distance; only the bytes of a row must be neighbours.
 inline at::Tensor with_dense_rows(const at::Tensor& weight) {
   return weight.dim() == 3 || weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
@@ -148,6 +167,11 @@ inline std::vector<c10::SymInt> embedding_shape(const at::Tensor& indices, const
   std::vector<c10::SymInt> shape = indices.sym_sizes().vec();
   shape.push_back(size.K);
   return shape;
+}
+
+inline std::vector<c10::SymInt> quantized_shape(const MatrixSize& size, int64_t quant_type) {
+  const Format& format = check_quant_type("quantize", quant_type);
+  return {size.N, size.K / format.block_size * format.type_size};
 }
 
 inline std::vector<c10::SymInt> interleaved_shape(const at::Tensor& weight, int64_t quant_type) {

@@ -31,6 +31,11 @@ at::Tensor embedding_meta(const at::Tensor& indices, const at::Tensor& weight, i
   return at::empty_symint(embedding_shape(indices, size), weight.options().dtype(type));
 }
 
+at::Tensor quantize_meta(const at::Tensor& weight, int64_t quant_type, const std::optional<at::Tensor>& importance) {
+  const MatrixSize size = check_quantize(weight, quant_type, importance);
+  return at::empty_symint(quantized_shape(size, quant_type), weight.options().dtype(at::kByte));
+}
+
 at::Tensor interleave_meta(const at::Tensor& weight, int64_t quant_type) {
   check_interleave(weight, quant_type);
   return at::empty_symint(interleaved_shape(weight, quant_type), weight.options());
@@ -54,6 +59,7 @@ TORCH_LIBRARY(torch_qgemv, m) {
   m.def("dequantize(Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("embedding(Tensor indices, Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor",
         {at::Tag::pt2_compliant_tag});
+  m.def("quantize(Tensor weight, int quant_type, Tensor? importance=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   // The form of a weight that the CPU multiplies fastest, and back. The other operators take either.
   m.def("interleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("deinterleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -61,6 +67,7 @@ TORCH_LIBRARY(torch_qgemv, m) {
   // all bytes at the speed of the memory.
   m.def("_linear_isa(Tensor x, Tensor weight, int quant_type, Tensor? bias, str isa) -> Tensor");
   m.def("_linear_transposed_isa(Tensor grad_y, Tensor weight, int quant_type, str isa) -> Tensor");
+  m.def("_quantize_isa(Tensor weight, int quant_type, Tensor? importance, str isa) -> Tensor");
   m.def("_cpu_isas() -> str[]");
   m.def("_read(Tensor bytes) -> int");
   m.def("_threads_at_work(int count) -> int");
@@ -72,6 +79,7 @@ TORCH_LIBRARY_IMPL(torch_qgemv, Meta, m) {
   m.impl("linear_transposed", &linear_transposed_meta);
   m.impl("dequantize", &dequantize_meta);
   m.impl("embedding", &embedding_meta);
+  m.impl("quantize", &quantize_meta);
   m.impl("interleave", &interleave_meta);
   m.impl("deinterleave", &deinterleave_meta);
 }

@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import gguf
 import libgguf
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch_qgemv
 from torch_qgemv import QuantEmbedding, QuantLinear, ops, weight
 
 Q4_K = TYPES[7]
-ENCODED = ops.QUANTIZABLE
 
 
 @pytest.fixture
@@ -190,37 +188,7 @@ def test_tied_embedding_and_head_share_one_buffer():
     assert head.packed is embed.packed
 
 
-# ---- quantize
-
-
-@pytest.mark.parametrize("name", ENCODED)
-def test_quantize_is_the_bytes_of_ggml(name):
-    weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
-    packed = torch_qgemv.quantize(weight, name)
-    by_gguf = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[name])
-    assert torch.equal(packed, torch.from_numpy(by_gguf))
-    error = (torch_qgemv.dequantize(packed, name) - weight).norm() / weight.norm()
-    assert error < (0.01 if name == "Q8_0" else 0.12)
-
-
-def test_quantize_errors(device):
-    weight = torch.ones(3, 512, device=device)
-    for name in set(torch_qgemv.quant_types()) - set(ENCODED):
-        with pytest.raises(NotImplementedError, match="Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
-            torch_qgemv.quantize(weight, name)
-    with pytest.raises(ValueError, match=r"weight \[3, 33\] has K = 33, no multiple of the 32 weights of a Q8_0"):
-        torch_qgemv.quantize(weight[:, :33], "Q8_0")
-    with pytest.raises(ValueError, match="float matrix"):
-        torch_qgemv.quantize(weight[0], "Q8_0")
-    with pytest.raises(ValueError, match="float matrix"):
-        torch_qgemv.quantize(weight.int(), "Q8_0")
-    for bad in (float("nan"), float("inf")):
-        weight[1, 7] = bad
-        with pytest.raises(ValueError, match="NaN or an infinity in row 1"):
-            torch_qgemv.quantize(weight, "Q8_0")
-    assert torch_qgemv.quantize(weight[:0], "Q8_0").shape == (0, 544)
-
-
+# ---- from floats
 def test_from_linear(device):
     linear = nn.Linear(64, 5, device=device, dtype=torch.bfloat16).eval()
     layer = QuantLinear.from_linear(linear, "Q8_0")
@@ -271,5 +239,5 @@ def test_quantize_model_predicate_and_errors():
         torch_qgemv.quantize_model(model, "Q8_0")
     assert type(model[0]) is nn.Linear
     assert isinstance(torch_qgemv.quantize_model(nn.Linear(64, 2), "Q8_0"), QuantLinear)
-    with pytest.raises(NotImplementedError, match="Q4_K"):
-        torch_qgemv.quantize_model(nn.Sequential(nn.Linear(256, 4)), "Q4_K")
+    with pytest.raises(ValueError, match=r"\(in_features=96\): no multiple of the 256 weights of a Q4_K block"):
+        torch_qgemv.quantize_model(nn.Sequential(nn.Linear(96, 4)), "Q4_K")

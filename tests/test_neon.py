@@ -139,3 +139,18 @@ def test_processors_without_the_dot_product():
         neon.run([case], processor="cortex-a72")
     ((y, _),) = neon.run([case], "portable", "cortex-a72")
     assert_linear_close(y, case.x, dequantized(case.weight, Q4_K))
+
+
+@each_type
+def test_quantize_gives_the_bytes_of_the_other_instruction_sets(quant_type):
+    N, K = 5, 2 * block_size(quant_type) + (768 if block_size(quant_type) == 256 else 32)
+    cases, expected = [], []
+    for dtype in neon.DTYPES:
+        for importance in (None, random_x((K,), seed=3).abs()):
+            x = random_x((N, K), dtype)
+            packed = torch.ops.torch_qgemv.quantize(x, quant_type, importance)
+            relative = None if importance is None else (importance.double() / importance.double().mean()).float()
+            cases.append(neon.Case("quantize", quant_type, torch.zeros_like(packed), K, x=x, bias=relative))
+            expected.append(packed)
+    for given, wanted in zip(neon.run(cases), expected, strict=True):
+        assert torch.equal(given, wanted)

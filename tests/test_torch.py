@@ -43,6 +43,13 @@ def test_opcheck_dequantize_and_embedding(device):
         opcheck(ops.embedding.default, (indices, packed, int(Q4_K), dtype), device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_opcheck_quantize(dtype, device):
+    weight = torch.randn(5, 512, dtype=dtype, device=device)
+    for importance in (None, torch.rand(512, device=device)):
+        opcheck(ops.quantize.default, (weight, int(Q4_K), importance), device)
+
+
 def test_meta_kernels_check_as_the_real_ones_do():
     x, weight = torch.zeros(2, 256, device="meta"), torch.zeros(64, 144, dtype=torch.uint8, device="meta")
     assert torch_qgemv.linear(x, weight, "Q4_K").shape == (2, 64)
@@ -51,6 +58,9 @@ def test_meta_kernels_check_as_the_real_ones_do():
         torch_qgemv.linear(x[:, :100], weight, "Q4_K")
     assert torch_qgemv.dequantize(weight, "Q4_K").shape == (64, 256)
     assert torch_qgemv.embedding(x[0].long(), weight, "Q4_K", torch.half).shape == (256, 256)
+    assert torch_qgemv.quantize(x, "Q4_K").shape == (2, 144)
+    with pytest.raises(ValueError, match="no multiple of the 256 weights of a Q4_K block"):
+        torch_qgemv.quantize(x[:, :100], "Q4_K")
 
 
 class Mlp(nn.Module):

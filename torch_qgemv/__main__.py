@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, bench, selftest
+from . import __version__, bench, requantize, selftest
 
 # A subcommand is a module with a docstring (its first line is the help), add_arguments(parser) and run(args), which
 # returns the exit status. run may raise SystemExit with a message for the user.
-SUBCOMMANDS = {"bench": bench, "selftest": selftest}
+SUBCOMMANDS = {"bench": bench, "quantize": requantize, "selftest": selftest}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ import gguf
 import numpy as np
 import torch
 
-_DEFAULT_ALIGNMENT = 32
+DEFAULT_ALIGNMENT = 32
 _MAX_NAME_BYTES = 65535  # the specification's limit for metadata keys
 _MAX_DIMS = 8  # ggml stops at 4, but files of diffusion models hold 5-D convolution weights
 _MAX_ELEMENTS = 2**56  # keeps sizes and strides in bytes within int64, also beside a dimension of 0
@@ -204,6 +204,22 @@ class _Reader:
 def _read_part(path: Path) -> tuple[dict[str, Any], list[GGUFTensor]]:
     """Metadata and tensors of one file."""
     reader = _Reader(path)
+    tensor_count, metadata_count = _read_counts(reader)
+    metadata = _read_metadata(reader, metadata_count)
+    return metadata, _read_tensors(reader, tensor_count, _alignment(reader, metadata))
+
+
+def raw_metadata(path: str | os.PathLike[str]) -> tuple[int, bytes]:
+    """How many metadata keys one file has, and their bytes with those of their values, for a faithful copy."""
+    reader = _Reader(Path(path))
+    _, count = _read_counts(reader)
+    start = reader.position
+    _read_metadata(reader, count)
+    return count, reader.map[start : reader.position]
+
+
+def _read_counts(reader: _Reader) -> tuple[int, int]:
+    """Of tensors and of metadata keys, after the magic bytes and the version."""
     magic = reader.take(min(4, reader.size))
     if magic != b"GGUF":
         raise reader.error(f"not a GGUF file: it starts with {magic!r}")
@@ -212,9 +228,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], list[GGUFTensor]]:
         raise reader.error("a big-endian GGUF file; only little-endian files are supported")
     if version not in (2, 3):
         raise reader.error(f"GGUF version {version} is not supported, only 2 and 3 are")
-    tensor_count, metadata_count = reader.uint64(), reader.uint64()
-    metadata = _read_metadata(reader, metadata_count)
-    return metadata, _read_tensors(reader, tensor_count, _alignment(reader, metadata))
+    return reader.uint64(), reader.uint64()
 
 
 def _read_metadata(reader: _Reader, count: int) -> dict[str, Any]:
@@ -231,7 +245,7 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, Any]:
 
 
 def _alignment(reader: _Reader, metadata: dict[str, Any]) -> int:
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment % 8:
         reader.item = "metadata key 'general.alignment'"
         raise reader.error(f"{alignment!r} is not a positive multiple of 8")

@@ -151,7 +151,7 @@ def _plan(
         elif not reasons:
             wanted = next(types[owner.name] for owner in group if owner.is_linear)
             columns = group[0].module.weight.shape[1]
-            chosen = _fitting(wanted, columns, fallback)
+            chosen = fitting_type(wanted, columns, fallback)
             if chosen is not None:
                 plan.append((group, chosen))
                 result.replaced |= dict.fromkeys(names, chosen.name)
@@ -224,7 +224,9 @@ def _block_size(quant_type: gguf.GGMLQuantizationType) -> int:
     return gguf.GGML_QUANT_SIZES[quant_type][0]
 
 
-def _fitting(quant_type: gguf.GGMLQuantizationType, columns: int, fallback: bool) -> gguf.GGMLQuantizationType | None:
+def fitting_type(
+    quant_type: gguf.GGMLQuantizationType, columns: int, fallback: bool
+) -> gguf.GGMLQuantizationType | None:
     """The type whose blocks rows of that length fill: the one wanted, or llama.cpp's replacement."""
     choices = [quant_type]
     if fallback and quant_type.name in _FALLBACKS:

@@ -44,6 +44,15 @@ struct Products {
   float* sums;  // [tokens][transposed_stride]
 };
 
+struct QuantizeArgs {
+  int64_t quant_type;
+  const void* x;            // [N, K] values of `dtype`
+  const float* importance;  // [K], not negative, with a mean of 1; or null
+  int64_t N, K;
+  Dtype dtype;
+  uint8_t* out;  // [N, row_bytes]
+};
+
 // One instruction set. Activations become integers once per call: 16 bits for bf16 x, 24 for fp16 and fp32 x.
 struct Kernels {
   const char* name;
@@ -60,6 +69,9 @@ struct Kernels {
   void (*add_products)(const Products& products);
   // Full panels [begin, end) of plain rows, to where they start.
   void (*interleave)(const Weight& plain, int64_t begin, int64_t end, uint8_t* out);
+  // Encodes blocks [16 * begin, 16 * end) of all, counted row by row. Returns the first that can't be encoded, or -1:
+  // it holds an infinity, a NaN or values too large for the format's scale.
+  int64_t (*quantize)(const QuantizeArgs& args, int64_t begin, int64_t end);
   // Reads `bytes` bytes as fast as this instruction set can, and does nothing else: the yardstick of the benchmarks.
   uint32_t (*read)(const uint8_t* data, int64_t bytes);
 };

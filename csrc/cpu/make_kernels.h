@@ -1,5 +1,6 @@
 // The entries of Kernels for one instruction set.
 #pragma once
+#include "encode.h"
 #include "linear.h"
 #include "rows.h"
 #include "transposed.h"
@@ -74,6 +75,13 @@ void interleave(const Weight& w, int64_t begin, int64_t end, uint8_t* out) {
 }
 
 template <class V>
+int64_t quantize(const QuantizeArgs& args, int64_t begin, int64_t end) {
+  int64_t refused = -1;
+  with_format<V>(args.quant_type, [&](auto format) { refused = encode<V, decltype(format)>(args, begin, end); });
+  return refused;
+}
+
+template <class V>
 uint32_t read(const uint8_t* data, int64_t bytes) {
   using Word = typename V::Isa::Word;
   constexpr int64_t size = sizeof(Word), streams = 8;
@@ -93,8 +101,8 @@ uint32_t read(const uint8_t* data, int64_t bytes) {
 template <class Isa>
 constexpr Kernels make_kernels(const char* name, bool (*supported)()) {
   using V = Vectors<Isa>;
-  return {name,           supported,          &activation_bytes<V>, &pack<V>, &linear<V>,
-          &dequantize<V>, &add_products<Isa>, &interleave<V>,       &read<V>};
+  return {name,           supported,          &activation_bytes<V>, &pack<V>,     &linear<V>,
+          &dequantize<V>, &add_products<Isa>, &interleave<V>,       &quantize<V>, &read<V>};
 }
 
 }  // namespace qgemv::cpu

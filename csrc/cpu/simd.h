@@ -92,6 +92,7 @@ struct Parts {
   QGEMV_OPERATOR(+)
   QGEMV_OPERATOR(-)
   QGEMV_OPERATOR(*)
+  QGEMV_OPERATOR(/)
   QGEMV_OPERATOR(&)
   QGEMV_OPERATOR(|)
   QGEMV_OPERATOR(^)
@@ -100,6 +101,14 @@ struct Parts {
 #undef QGEMV_OPERATOR
   friend Parts operator-(const Parts& a) {
     return make([&](int i) { return -a.part[i]; });
+  }
+  // All bits where a < b, and none elsewhere; and a where a mask has its bits, b elsewhere.
+  using Mask = Parts<Isa, typename Isa::Int>;
+  friend Mask less(const Parts& a, const Parts& b) {
+    return Mask::make([&](int i) { return a.part[i] < b.part[i]; });
+  }
+  friend Parts select(const Mask& mask, const Parts& a, const Parts& b) {
+    return make([&](int i) { return mask.part[i] ? a.part[i] : b.part[i]; });
   }
 };
 
@@ -139,6 +148,26 @@ struct Vectors {
   }
   static Float to_float(const Int& v) {
     return Float::make([&](int p) { return __builtin_convertvector(v.part[p], typename Isa::Float); });
+  }
+  static Word to_word(const Float& v) {
+    return Word::make([&](int p) { return (typename Isa::Word)Isa::round(v.part[p]); });
+  }
+  static Float abs(const Float& v) {
+    return Float::make([&](int p) { return (typename Isa::Float)((typename Isa::Word)v.part[p] & 0x7fffffffu); });
+  }
+  static Float min(const Float& a, const Float& b) {
+    return Float::make([&](int p) { return Isa::min(a.part[p], b.part[p]); });
+  }
+  static Float max(const Float& a, const Float& b) {
+    return Float::make([&](int p) { return Isa::max(a.part[p], b.part[p]); });
+  }
+  static void store_u16(Short& to, const Word& v) {
+    for (int p = 0; p < Word::count; ++p)
+      store(to + p * lanes, __builtin_convertvector(v.part[p], typename Isa::Short));
+  }
+  // The power of two next below each value.
+  static Float power_of_two(const Float& v) {
+    return Float::make([&](int p) { return (typename Isa::Float)((typename Isa::Word)v.part[p] & 0x7f800000u); });
   }
   static Float splat(float v) {
     return Float::make([&](int) { return v - typename Isa::Float{}; });

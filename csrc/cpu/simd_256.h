@@ -24,6 +24,8 @@ struct Avx2Base : RegisterTypes<8> {
   }
   static Word fifth_bits(Word v) { return (((v & 15u) * 0x00204081u) & 0x01010101u) << 4; }
   static Float fma(Float a, Float b, Float c) { return (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+  static Float min(Float a, Float b) { return (Float)_mm256_min_ps((__m256)a, (__m256)b); }
+  static Float max(Float a, Float b) { return (Float)_mm256_max_ps((__m256)a, (__m256)b); }
   static Int round(Float v) { return (Int)_mm256_cvtps_epi32((__m256)v); }
   static int32_t reduce_max(Int v) {
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));

@@ -33,6 +33,8 @@ struct Avx512 : RegisterTypes<16> {
     return (Word)_mm512_permutexvar_epi32((__m512i)v, spread);
   }
   static Float fma(Float a, Float b, Float c) { return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+  static Float min(Float a, Float b) { return (Float)_mm512_min_ps((__m512)a, (__m512)b); }
+  static Float max(Float a, Float b) { return (Float)_mm512_max_ps((__m512)a, (__m512)b); }
   static Int round(Float v) { return (Int)_mm512_cvtps_epi32((__m512)v); }
   static int32_t reduce_max(Int v) { return _mm512_reduce_max_epi32((__m512i)v); }
 

@@ -34,6 +34,8 @@ struct NeonDotprod : RegisterTypes<4> {
   static Float fma(Float a, Float b, Float c) {
     return (Float)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
   }
+  static Float min(Float a, Float b) { return (Float)vminq_f32((float32x4_t)a, (float32x4_t)b); }
+  static Float max(Float a, Float b) { return (Float)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
   static Int round(Float v) { return (Int)vcvtnq_s32_f32((float32x4_t)v); }
   static int32_t reduce_max(Int v) { return vmaxvq_s32((int32x4_t)v); }
 

@@ -50,6 +50,8 @@ struct Portable : RegisterTypes<4> {  // `registers` is a guess
   }
   static Word fifth_bits(Word v) { return (((v & 15u) * 0x00204081u) & 0x01010101u) << 4; }
   static Float fma(Float a, Float b, Float c) { return a * b + c; }
+  static Float min(Float a, Float b) { return a < b ? a : b; }
+  static Float max(Float a, Float b) { return a > b ? a : b; }
   static Int round(Float v) {  // to nearest even, for |v| < 2^23: the sum has no bits left for a fraction
     const Float magic = 12582912.0f - Float{};
     return __builtin_convertvector((v + magic) - magic, Int);

@@ -192,6 +192,17 @@ at::Tensor embedding_mps(const at::Tensor& indices, const at::Tensor& weight, in
   return out;
 }
 
+// Encoding takes the processor: its search is long, and done once.
+at::Tensor quantize_mps(const at::Tensor& weight, int64_t quant_type, const std::optional<at::Tensor>& importance) {
+  check_quantize(weight, quant_type, importance);
+  static const auto quantize = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("torch_qgemv::quantize", "")
+                                   .typed<at::Tensor(const at::Tensor&, int64_t, const std::optional<at::Tensor>&)>();
+  std::optional<at::Tensor> on_cpu;
+  if (importance) on_cpu = importance->cpu();
+  return quantize.call(weight.cpu(), quant_type, on_cpu).to(weight.device());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_qgemv, MPS, m) {
@@ -199,6 +210,7 @@ TORCH_LIBRARY_IMPL(torch_qgemv, MPS, m) {
   m.impl("linear_transposed", &linear_transposed_mps);
   m.impl("dequantize", &dequantize_mps);
   m.impl("embedding", &embedding_mps);
+  m.impl("quantize", &quantize_mps);
 }
 
 }  // namespace qgemv::mps

@@ -24,7 +24,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # As setup.py has it, but linked into one file that needs no libraries of the other system, and with -O1: that compiles
 # ten times faster than -O3.
 FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-static"]
-OPERATIONS = ("linear", "dequantize", "interleave", "deinterleave", "read")
+OPERATIONS = ("linear", "dequantize", "interleave", "deinterleave", "quantize", "read")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

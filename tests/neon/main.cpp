@@ -11,7 +11,7 @@ using Bytes = std::vector<uint8_t>;
 
 namespace {
 
-enum Operation : int64_t { op_linear, op_dequantize, op_interleave, op_deinterleave, op_read };
+enum Operation : int64_t { op_linear, op_dequantize, op_interleave, op_deinterleave, op_quantize, op_read };
 
 struct Header {
   int64_t operation, quant_type, rows, columns, row_bytes, interleaved, dtype, tokens, has_bias;
@@ -31,7 +31,7 @@ bool read_case(std::FILE* file, Case& c) {
   if (!read_bytes(file, static_cast<Header*>(&c), sizeof(Header))) return false;
   c.weight.resize(c.rows * c.row_bytes);
   c.x.resize(c.tokens * c.columns * c.item());
-  c.bias.resize(c.has_bias ? c.rows * sizeof(float) : 0);
+  c.bias.resize(c.has_bias ? (c.operation == op_quantize ? c.columns : c.rows) * sizeof(float) : 0);
   for (Bytes* part : {&c.weight, &c.x, &c.bias})
     if (!read_bytes(file, part->data(), part->size())) std::abort();
   return true;
@@ -76,6 +76,14 @@ Bytes run(const Kernels& kernels, const Case& c) {
       out.resize(c.weight.size());
       for (int64_t n = 0; n < w.N; ++n) deinterleave_row(w, n, out.data() + n * c.row_bytes);
       return out;
+    case op_quantize: {  // x is the matrix, bias the importance; weight has the size of the result
+      out.resize(c.weight.size());
+      const auto* importance = c.has_bias ? reinterpret_cast<const float*>(c.bias.data()) : nullptr;
+      const int64_t batches = w.N * w.K;  // more than there are
+      if (kernels.quantize({w.quant_type, c.x.data(), importance, w.N, w.K, c.type(), out.data()}, 0, batches) != -1)
+        std::abort();
+      return out;
+    }
     case op_read:
       out.resize(4);
       const uint32_t all = kernels.read(w.data, int64_t(c.weight.size()));
