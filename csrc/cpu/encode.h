@@ -30,22 +30,27 @@ inline Halves<V> unit_of(const FloatOf<V>& largest) {
 // for no error is free. Importance has a mean of 1; added to it is `floor`, a quarter of it in the measure of |x|, so
 // that what counts little is not clipped. The result has no bits in the lanes of blocks that hold an infinity or a NaN.
 template <class V, int n>
-typename V::Int prepare(Batch<n>& batch, bool given, float floor, Halves<V>& half) {
+typename V::Int prepare(Batch<n>& batch, float floor, Values<V>& values) {
   const FloatOf<V> zero = V::splat(0.0f);
-  FloatOf<V> largest = zero, sum = zero, wrong = zero;
+  FloatOf<V> smallest = zero, largest = zero, sum = zero, wrong = zero;
   for (int i = 0; i < n; ++i) {
-    const auto x = load<FloatOf<V>>(batch.x[i]), size = V::abs(x);
-    largest = V::max(largest, size);
-    sum = sum + size;
+    const auto x = load<FloatOf<V>>(batch.x[i]);
+    smallest = i ? V::min(smallest, x) : x;
+    largest = i ? V::max(largest, x) : x;
+    sum = sum + V::abs(x);
     wrong = wrong + x * 0.0f;
   }
-  half = unit_of<V>(largest);
-  const FloatOf<V> mean = sum * half.inv_unit * (1.0f / n), slope = inverse<V>(mean) * (0.25f * floor);
+  values.half = unit_of<V>(V::max(largest, -smallest));
+  const FloatOf<V> inv_unit = values.half.inv_unit, mean = sum * inv_unit * (1.0f / n);
+  const FloatOf<V> slope = inverse<V>(mean) * (0.25f * floor);
+  values.range = {zero, zero, smallest * inv_unit, largest * inv_unit};
   for (int i = 0; i < n; ++i) {
-    const FloatOf<V> x = load<FloatOf<V>>(batch.x[i]) * half.inv_unit;
+    const FloatOf<V> x = load<FloatOf<V>>(batch.x[i]) * inv_unit;
+    const FloatOf<V> w =
+        values.given ? load<FloatOf<V>>(batch.weight[i]) + V::abs(x) * slope + 0.75f * floor : V::abs(x) + mean * 1.3f;
     store(batch.x[i], x);
-    const FloatOf<V> own = given ? V::abs(x) * slope + 0.75f * floor : V::abs(x) + mean * 1.3f;
-    store(batch.weight[i], given ? load<FloatOf<V>>(batch.weight[i]) + own : own);
+    store(batch.weight[i], w);
+    values.range.add(x, w);
   }
   return less(wrong - 1.0f, zero);
 }
@@ -101,9 +106,9 @@ int64_t encode(const QuantizeArgs& args, int64_t begin, int64_t end) {
     to_lanes<V, n>(x, batch.x);
     if (args.importance) to_lanes<V, n>(importance, batch.weight);
 
-    Values<V> values{batch.x, batch.weight, {}, args.importance != nullptr};
+    Values<V> values{batch.x, batch.weight, {}, {}, args.importance != nullptr};
     Choice<V> choice;
-    const typename V::Int finite = prepare<V, n>(batch, values.given, Encoder<F>::floor, values.half);
+    const typename V::Int finite = prepare<V, n>(batch, Encoder<F>::floor, values);
     Encoder<F>::search(values, choice);
     int32_t encoded[panel_rows];
     store(encoded, finite & less(choice.error, V::splat(worst)));
@@ -112,11 +117,8 @@ int64_t encode(const QuantizeArgs& args, int64_t begin, int64_t end) {
 
     fill<V, F>(panel, values, choice);
     const Weight as_panel{F::id, (const uint8_t*)&panel, bytes, panel_rows, n, true};
-    for (int r = 0; r < count; ++r) {
-      typename F::Block block;
-      block_of<F>(as_panel, r, 0, block);
-      memcpy(args.out + (first + r) * bytes, &block, bytes);
-    }
+    auto* blocks_out = (typename F::Block*)args.out + first;
+    for (int r = 0; r < count; ++r) block_of<F>(as_panel, r, 0, blocks_out[r]);
   }
   return -1;
 }

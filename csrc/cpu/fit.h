@@ -75,10 +75,9 @@ struct Iq4Levels {
 };
 
 // ---- One group of values
-template <class V>
+template <int n>
 struct Group {
   const Lanes *x, *weight;
-  int n;
 };
 
 // What is left of x + min after scale * level, and what the best scale and min follow from.
@@ -86,11 +85,11 @@ template <class V>
 struct Trial {
   FloatOf<V> error, level, level2, level_x;  // sums of weight times left^2, level, level^2, level * (x + min)
 };
-template <class V, class Levels>
-inline Trial<V> attempt(const Group<V>& group, const FloatOf<V>& scale, const FloatOf<V>& min) {
+template <class V, class Levels, int n>
+inline Trial<V> attempt(const Group<n>& group, const FloatOf<V>& scale, const FloatOf<V>& min) {
   const FloatOf<V> zero = V::splat(0.0f), inv = inverse<V>(scale);
   Trial<V> t = {zero, zero, zero, zero};
-  for (int i = 0; i < group.n; ++i) {
+  for (int i = 0; i < n; ++i) {
     const FloatOf<V> x = load<FloatOf<V>>(group.x[i]) + min, w = load<FloatOf<V>>(group.weight[i]);
     const FloatOf<V> level = Levels::template nearest<V>(x * inv), w_level = w * level, left = x - scale * level;
     t.error = t.error + w * left * left;
@@ -103,21 +102,26 @@ inline Trial<V> attempt(const Group<V>& group, const FloatOf<V>& scale, const Fl
 
 template <class V>
 struct Range {
-  FloatOf<V> weight, x;                // sums of weight and of weight * x
-  FloatOf<V> smallest, largest, peak;  // peak: the signed value of the largest magnitude
+  FloatOf<V> weight, x;  // sums of weight and of weight * x
+  FloatOf<V> smallest, largest;
+  FloatOf<V> peak() const {  // the signed value of the largest magnitude
+    return select(less(-smallest, largest), largest, smallest);
+  }
+  void add(const FloatOf<V>& value, const FloatOf<V>& w) {
+    weight = weight + w;
+    x = x + w * value;
+  }
 };
-template <class V>
-inline Range<V> range_of(const Group<V>& group) {
+template <class V, int n>
+inline Range<V> range_of(const Group<n>& group) {
   const auto zero = V::splat(0.0f), first = load<FloatOf<V>>(group.x[0]);
-  Range<V> r = {zero, zero, first, first, zero};
-  for (int i = 0; i < group.n; ++i) {
-    const auto x = load<FloatOf<V>>(group.x[i]), w = load<FloatOf<V>>(group.weight[i]);
-    r.weight = r.weight + w;
-    r.x = r.x + w * x;
+  Range<V> r = {zero, zero, first, first};
+  for (int i = 0; i < n; ++i) {
+    const auto x = load<FloatOf<V>>(group.x[i]);
+    r.add(x, load<FloatOf<V>>(group.weight[i]));
     r.smallest = V::min(r.smallest, x);
     r.largest = V::max(r.largest, x);
   }
-  r.peak = select(less(-r.smallest, r.largest), r.largest, r.smallest);
   return r;
 }
 

@@ -9,8 +9,12 @@ template <class V>
 struct Values {
   const Lanes *x, *weight;
   Halves<V> half;
-  bool given;  // whether the weights are the caller's
-  Group<V> group(int g, int n) const { return {x + g * n, weight + g * n, n}; }
+  Range<V> range;  // of all values of a block
+  bool given;      // whether the weights are the caller's
+  template <int n>
+  Group<n> group(int g) const {
+    return {x + g * n, weight + g * n};
+  }
 };
 
 // value = d * scale[g] * level - dmin * min[g]
@@ -36,8 +40,8 @@ struct OneScale {
   static void search(const Values<V>& values, Choice<V>& best) {
     const auto zero = V::splat(0.0f);
     best = {V::splat(worst), zero, zero, {V::splat(1.0f)}, {zero}};
-    const Group<V> all = values.group(0, n);
-    const FloatOf<V> peak = range_of(all).peak;
+    const Group<n> all = values.template group<n>(0);
+    const FloatOf<V> peak = values.range.peak();
     FloatOf<V> refined = zero;
     auto consider = [&](const FloatOf<V>& d) {
       const FloatOf<V> stored = values.half.nearest(d);
@@ -66,8 +70,8 @@ struct OneScaleAndMin {
   static void search(const Values<V>& values, Choice<V>& best) {
     const auto zero = V::splat(0.0f);
     best = {V::splat(worst), zero, zero, {V::splat(1.0f)}, {V::splat(1.0f)}};
-    const Group<V> all = values.group(0, n);
-    const Range<V> range = range_of(all);
+    const Group<n> all = values.template group<n>(0);
+    const Range<V>& range = values.range;
     Affine<V> refined = {zero, zero};
     auto consider = [&](const Affine<V>& a) {
       const Affine<V> stored = {values.half.nearest(a.scale), values.half.nearest(a.min)};
@@ -104,7 +108,7 @@ struct SharedScales {
     const auto zero = V::splat(0.0f);
     FloatOf<V> real[groups], largest = zero;
     for (int g = 0; g < groups; ++g) {
-      real[g] = best_scale(values.group(g, n));
+      real[g] = best_scale<V>(values.template group<n>(g));
       largest = select(less(V::abs(largest), V::abs(real[g])), real[g], largest);
     }
     best.error = V::splat(worst), best.d = best.dmin = zero;
@@ -115,7 +119,8 @@ struct SharedScales {
       Choice<V> choice;
       choice.d = values.half.nearest(d), choice.dmin = choice.error = zero;
       for (int g = 0; g < groups; ++g) {
-        const Whole<V> whole = best_whole(values.group(g, n), real[g], choice.d, values.given ? neighbours : 3);
+        const Whole<V> whole =
+            best_whole<V>(values.template group<n>(g), real[g], choice.d, values.given ? neighbours : 3);
         choice.scale[g] = whole.scale, choice.min[g] = zero;
         choice.error = choice.error + whole.error;
         product = product + whole.scale * whole.level_x;
@@ -133,7 +138,7 @@ struct SharedScales {
   };
   // Of one group: the best whole scale near the one that would be best alone.
   template <class V>
-  static Whole<V> best_whole(const Group<V>& group, const FloatOf<V>& alone, const FloatOf<V>& d, int count) {
+  static Whole<V> best_whole(const Group<n>& group, const FloatOf<V>& alone, const FloatOf<V>& d, int count) {
     const auto zero = V::splat(0.0f), first = V::splat(float(first_scale)), last = V::splat(float(last_scale));
     const FloatOf<V> near = cpu::round<V>(alone * inverse<V>(d));
     Whole<V> best = {V::splat(worst), zero, zero, zero};
@@ -149,13 +154,13 @@ struct SharedScales {
 
   // Of one group alone: whose levels, with their best scale, leave the least.
   template <class V>
-  static FloatOf<V> best_scale(const Group<V>& group) {
+  static FloatOf<V> best_scale(const Group<n>& group) {
     const auto zero = V::splat(0.0f);
     FloatOf<V> gain = zero, scale = zero;
-    const FloatOf<V> peak = range_of(group).peak;
+    const FloatOf<V> peak = range_of<V>(group).peak();
     auto consider = [&](const FloatOf<V>& inv) {
       FloatOf<V> level_x = zero, level2 = zero;
-      for (int i = 0; i < group.n; ++i) {
+      for (int i = 0; i < n; ++i) {
         const auto x = load<FloatOf<V>>(group.x[i]), w = load<FloatOf<V>>(group.weight[i]);
         const FloatOf<V> level = Levels::template nearest<V>(x * inv), w_level = w * level;
         level_x = level_x + w_level * x;
@@ -198,8 +203,8 @@ struct SharedScalesAndMins {
     Range<V> range[groups];
     Affine<V> real[groups], largest = {zero, zero};
     for (int g = 0; g < groups; ++g) {
-      const Group<V> group = values.group(g, n);
-      range[g] = range_of(group);
+      const Group<n> group = values.template group<n>(g);
+      range[g] = range_of<V>(group);
       real[g] = best_alone(group, range[g]);
       largest = {V::max(largest.scale, real[g].scale), V::max(largest.min, real[g].min)};
     }
@@ -215,7 +220,7 @@ struct SharedScalesAndMins {
       Trial<V> sum = {zero, zero, zero, zero};  // over the groups, as least_squares wants them for d and dmin
       FloatOf<V> mins2 = zero, mins_x = zero;
       for (int g = 0; g < groups; ++g) {
-        const Whole<V> w = best_whole(values.group(g, n), range[g], real[g], {choice.d, choice.dmin});
+        const Whole<V> w = best_whole<V>(values.template group<n>(g), range[g], real[g], {choice.d, choice.dmin});
         choice.scale[g] = w.scale, choice.min[g] = w.min;
         choice.error = choice.error + w.error;
         sum.level2 = sum.level2 + w.scale * w.scale * w.level2;
@@ -236,7 +241,7 @@ struct SharedScalesAndMins {
   };
   // Of one group: the best whole scale and min near those that would be best alone, as multiples of unit's.
   template <class V>
-  static Whole<V> best_whole(const Group<V>& group, const Range<V>& range, const Affine<V>& alone,
+  static Whole<V> best_whole(const Group<n>& group, const Range<V>& range, const Affine<V>& alone,
                              const Affine<V>& unit) {
     const auto zero = V::splat(0.0f), last = V::splat(float(last_scale));
     auto whole = [&](const FloatOf<V>& v) { return V::min(V::max(cpu::round<V>(v), zero), last); };
@@ -272,14 +277,14 @@ struct SharedScalesAndMins {
 
   // Of one group alone, with a min that is not negative.
   template <class V>
-  static Affine<V> best_alone(const Group<V>& group, const Range<V>& range) {
+  static Affine<V> best_alone(const Group<n>& group, const Range<V>& range) {
     const auto zero = V::splat(0.0f);
     const FloatOf<V> low = V::max(-range.smallest, zero), span = inverse<V>(V::max(range.largest, zero) + low);
     Affine<V> best = {zero, low};
     FloatOf<V> least = V::splat(worst);
     auto consider = [&](const FloatOf<V>& inv, const FloatOf<V>& min) {
       Trial<V> t = {zero, zero, zero, zero};
-      for (int i = 0; i < group.n; ++i) {
+      for (int i = 0; i < n; ++i) {
         const auto x = load<FloatOf<V>>(group.x[i]), w = load<FloatOf<V>>(group.weight[i]);
         const FloatOf<V> level = Levels::template nearest<V>((x + min) * inv), w_level = w * level;
         t.level = t.level + w_level;
