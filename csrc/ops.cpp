@@ -63,13 +63,12 @@ TORCH_LIBRARY(torch_qgemv, m) {
   // The form of a weight that the CPU multiplies fastest, and back. The other operators take either.
   m.def("interleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("deinterleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
-  // For tests and benchmarks: the kernels of one instruction set, which ones can run here (best first), and a read of
-  // all bytes at the speed of the memory.
+  // For tests and benchmarks (more of these: bench.cpp): the kernels of one instruction set, and which ones can run
+  // here, best first.
   m.def("_linear_isa(Tensor x, Tensor weight, int quant_type, Tensor? bias, str isa) -> Tensor");
   m.def("_linear_transposed_isa(Tensor grad_y, Tensor weight, int quant_type, str isa) -> Tensor");
   m.def("_quantize_isa(Tensor weight, int quant_type, Tensor? importance, str isa) -> Tensor");
   m.def("_cpu_isas() -> str[]");
-  m.def("_read(Tensor bytes) -> int");
   m.def("_threads_at_work(int count) -> int");
   m.def("_format_names() -> str[]", &format_names);
 }

@@ -12,7 +12,7 @@ from formats import TYPES, block_size, random_x, type_size
 
 from torch_qgemv import bench
 from torch_qgemv.__main__ import main
-from torch_qgemv.bench import ggml, memory, report
+from torch_qgemv.bench import ggml, measure, memory, report
 from torch_qgemv.bench.measure import Problem, relative_errors, time_in_turn
 
 BUILT_GGML = Path(__file__).parent.parent / "build"
@@ -84,8 +84,11 @@ def test_json_tells_of_every_contestant(tmp_path, capsys):
             assert low < entry["relative_error"] < high, name
             assert 0 < entry["us_min"] <= entry["us_median"]
             assert entry["percent_of_read"] == pytest.approx(100 * case["read_us_min"] / entry["us_min"])
+            assert entry["intensity"] == pytest.approx(2 * case["M"] * 512 * 48 / entry["bytes"])
+            assert entry["percent_of_nominal"] is None
         assert 0 < case["read_us_min"] <= case["read_us_median"]
         assert case["ratios"].keys() == case["best"].keys() == bounds.keys() - {"torch_qgemv"}
+    assert result["dry_run"] is False
     printed = capsys.readouterr().out
     assert printed.count("512x48") == 4
     assert ISAS[0] in printed
@@ -139,17 +142,35 @@ def test_the_read_reads_every_byte():
             data[position] ^= 1
 
 
+class FakeClock:
+    """Of a device on which a call takes as many ns as `cost` says, and starting and stopping 1000."""
+
+    def __init__(self, log, cost, min_sample_ns):
+        self.log, self.cost, self.min_sample_ns, self.samples = log, cost, min_sample_ns, []
+
+    def start(self):
+        self.begin = len(self.log)
+
+    def stop(self):
+        self.samples.append(self.log[self.begin :])
+        return 1000 + sum(self.cost[name] for name, _ in self.samples[-1])
+
+
 def test_entries_take_turns_on_all_their_copies():
-    log, waits = [], []
-    sizes = {"a": 3, "b": 2}
+    log, sizes, cost = [], {"a": 3, "b": 2}, {"a": 10, "b": 4000}
     calls = {name: [partial(log.append, (name, copy)) for copy in range(size)] for name, size in sizes.items()}
-    times = time_in_turn(calls, seconds=0, synchronize=lambda: waits.append(len(log)))
+    clock = FakeClock(log, cost, min_sample_ns=100_000)
+    times = time_in_turn(calls, seconds=0, clock=clock)
     rounds = len(times["a"].us)
-    assert rounds == len(times["b"].us) >= 3
-    assert len(waits) == 2 * (2 + rounds)  # each entry is warmed up twice
+    assert rounds == len(times["b"].us) == measure.MIN_ROUNDS
+    for sample in clock.samples:
+        assert len({name for name, _ in sample}) == 1
     for name, size in sizes.items():
         used = [copy for entry, copy in log if entry == name]
         assert used == [i % size for i in range(len(used))]
+        # A sample is long enough for what is not the calls not to count.
+        assert min(times[name].us) == pytest.approx(cost[name] / 1e3, rel=0.03)
+        assert len(clock.samples) < 2 * (rounds + 2 + measure.CALIBRATIONS)
 
 
 def test_a_weight_repeats_its_rows_and_is_finite():
@@ -158,6 +179,15 @@ def test_a_weight_repeats_its_rows_and_is_finite():
         assert problem.packed.shape == (300, 512 // block_size(quant_type) * type_size(quant_type))
         assert problem.matrix.isfinite().all()
         assert torch.equal(problem.packed[256:], problem.packed[:44])
+
+
+def test_copies_are_contiguous_and_aligned():
+    rows = torch.arange(7 * 210, dtype=torch.int32).reshape(7, 210)
+    copies = memory.repeat(rows, 12, 3, huge=False)
+    assert len({copy.data_ptr() for copy in copies}) == 3
+    for copy in copies:
+        assert torch.equal(copy, torch.cat([rows, rows[:5]]))
+        assert copy.is_contiguous() and copy.storage_offset() % 256 == 0
 
 
 def test_relative_error_is_the_size_of_the_difference():

@@ -80,9 +80,10 @@ void fill(Panel<V, F>& panel, const Values<V>& values, const Choice<V>& choice) 
   E::template pack<V>(panel, fields);
 }
 
-// Blocks [16 * begin, 16 * end); see Kernels::quantize.
+// Blocks [16 * begin, 16 * end); see Kernels::quantize. Flattened: in a file of many kernels GCC would call the
+// smallest functions.
 template <class V, class F>
-int64_t encode(const QuantizeArgs& args, int64_t begin, int64_t end) {
+[[gnu::flatten]] int64_t encode(const QuantizeArgs& args, int64_t begin, int64_t end) {
   constexpr int n = F::block_size, bytes = sizeof(typename F::Block);
   const int64_t blocks_in_row = args.K / n, blocks = args.N * blocks_in_row;
   const int item = args.dtype == Dtype::f32 ? 4 : 2;

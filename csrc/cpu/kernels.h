@@ -74,6 +74,8 @@ struct Kernels {
   int64_t (*quantize)(const QuantizeArgs& args, int64_t begin, int64_t end);
   // Reads `bytes` bytes as fast as this instruction set can, and does nothing else: the yardstick of the benchmarks.
   uint32_t (*read)(const uint8_t* data, int64_t bytes);
+  // Multiply-adds of floats and nothing else; writes a sum of them, returns how many floating-point operations it made.
+  double (*fma_rate)(int64_t passes, float* out);
 };
 
 extern const Kernels avx512_vnni, avx_vnni, avx2, neon_dotprod, portable;

@@ -1,6 +1,7 @@
 // The entries of Kernels for one instruction set.
 #pragma once
 #include "encode.h"
+#include "fma_rate.h"
 #include "linear.h"
 #include "rows.h"
 #include "transposed.h"
@@ -101,8 +102,9 @@ uint32_t read(const uint8_t* data, int64_t bytes) {
 template <class Isa>
 constexpr Kernels make_kernels(const char* name, bool (*supported)()) {
   using V = Vectors<Isa>;
-  return {name,           supported,          &activation_bytes<V>, &pack<V>,     &linear<V>,
-          &dequantize<V>, &add_products<Isa>, &interleave<V>,       &quantize<V>, &read<V>};
+  return {name,         supported,      &activation_bytes<V>, &pack<V>,
+          &linear<V>,   &dequantize<V>, &add_products<Isa>,   &interleave<V>,
+          &quantize<V>, &read<V>,       &fma_rate<Isa>};
 }
 
 }  // namespace qgemv::cpu

@@ -8,7 +8,6 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -114,15 +113,6 @@ at::Tensor linear_isa(const at::Tensor& x, const at::Tensor& weight, int64_t qua
   return linear_with(kernels_named(isa), x, weight, quant_type, bias);
 }
 
-int64_t read_cpu(const at::Tensor& bytes) {
-  TORCH_CHECK_VALUE(bytes.is_contiguous(), "torch_qgemv._read: bytes must be contiguous");
-  const auto* data = static_cast<const uint8_t*>(bytes.const_data_ptr());
-  std::atomic<uint32_t> all{0};
-  at::parallel_for(0, bytes.nbytes(), grain_bytes,
-                   [&](int64_t begin, int64_t end) { all ^= best_kernels().read(data + begin, end - begin); });
-  return all;
-}
-
 // How many threads share the work of a parallel_for.
 int64_t threads_at_work(int64_t count) {
   std::mutex mutex;
@@ -216,7 +206,6 @@ TORCH_LIBRARY_IMPL(torch_qgemv, CPU, m) {
   m.impl("interleave", &interleave_cpu);
   m.impl("deinterleave", &deinterleave_cpu);
   m.impl("_linear_isa", &linear_isa);
-  m.impl("_read", &read_cpu);
 }
 TORCH_LIBRARY_IMPL(torch_qgemv, CatchAll, m) {
   m.impl("_cpu_isas", &cpu_isas);

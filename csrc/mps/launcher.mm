@@ -1,73 +1,19 @@
 // The operators on MPS: checks, a plan, a dispatch on PyTorch's own stream. Manual reference counting, as in PyTorch.
 #include <ATen/core/Tensor.h>
-#include <ATen/mps/MPSProfiler.h>
-#include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <array>
-
 #include "../check.h"
+#include "dispatch.h"
 #include "pipelines.h"
 
 namespace qgemv::mps {
 namespace {
 
-// ---- Encoding
-struct Binding {
-  id<MTLBuffer> buffer;
-  NSUInteger offset;
-};
-
-// On MPS a storage's data pointer is its buffer, in which the tensor starts at its storage offset.
-id<MTLBuffer> buffer_of(const at::Tensor& t) { return (id<MTLBuffer>)const_cast<void*>(t.storage().data()); }
-uint64_t offset_of(const at::Tensor& t) { return uint64_t(t.storage_offset()) * t.element_size(); }
-Binding bind(const at::Tensor& t) { return {buffer_of(t), offset_of(t)}; }
-
-MTLSize metal_size(const Size& size) { return MTLSizeMake(size.x, size.y, 1); }
-
-// torch.mps.profiler's signposts, where profiling is on.
-struct Signpost {
-  Signpost(id<MTLComputePipelineState> s, const char* name, const at::Tensor& in, const at::Tensor& out) {
-    auto& profiler = at::mps::getMPSProfiler();
-    if (!profiler.isOperationProfilingEnabled()) return;
-    state = s;
-    profiler.beginProfileKernel(state, name, at::TensorList({in, out}));
-  }
-  ~Signpost() {
-    if (state) at::mps::getMPSProfiler().endProfileKernel(state);
-  }
-  id<MTLComputePipelineState> state = nil;
-};
-
-// The buffers are the kernel's arguments 0, 1, ..., the parameters the next one.
-template <typename Params, size_t count>
-void dispatch(const Plan<Params>& plan, const std::array<Binding, count>& buffers, const at::Tensor& in,
-              const at::Tensor& out) {
-  id<MTLComputePipelineState> state = pipeline(plan.kernel);
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  // Blocks copy what they name: pointers only.
-  const Plan<Params>* const p = &plan;
-  const Binding* const bindings = buffers.data();
-  const at::Tensor *const from = &in, *const to = &out;
-  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
-    @autoreleasepool {
-      const Signpost signpost(state, p->kernel.name(), *from, *to);
-      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // PyTorch's own, which goes on using it
-      [encoder setComputePipelineState:state];
-      for (size_t i = 0; i < count; ++i) [encoder setBuffer:bindings[i].buffer offset:bindings[i].offset atIndex:i];
-      [encoder setBytes:&p->params length:sizeof(Params) atIndex:count];
-      [encoder dispatchThreads:metal_size(p->grid) threadsPerThreadgroup:metal_size(p->threadgroup)];
-    }
-  });
-}
-
 // ---- Tensors
-Dtype dtype_of(at::ScalarType type) { return type == at::kFloat ? float32 : type == at::kHalf ? float16 : bfloat16; }
-
 Weight describe(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size) {
   return {format_index(quant_type), size.N.expect_int(), size.K.expect_int(), offset_of(weight),
           uint64_t(weight.stride(0))};

@@ -9,6 +9,7 @@ from . import sandbox
 from .sandbox import Outcome, Trouble
 
 GEMV, LAUNCHER, PIPELINES = "metal/gemv.h", "csrc/mps/launcher.mm", "csrc/mps/pipelines.mm"
+ENCODING, COMPILE = "csrc/mps/dispatch.h", "csrc/mps/compile.mm"
 DISPATCH = "[encoder dispatchThreads:metal_size(p->grid) threadsPerThreadgroup:metal_size(p->threadgroup)];"
 
 
@@ -41,7 +42,7 @@ MADE_ONCE = "test_mps.py::test_a_pipeline_is_made_once[mps-sim]"
 FAULTS = [
     Fault(
         "a buffer's offset dropped",
-        LAUNCHER,
+        ENCODING,
         "return {buffer_of(t), offset_of(t)};",
         "return {buffer_of(t), 0};",
         IN_PLACE,
@@ -96,30 +97,30 @@ FAULTS = [
     ),
     Fault(
         "commit in every call",
-        LAUNCHER,
+        ENCODING,
         DISPATCH,
         f"{DISPATCH} stream->synchronize(at::mps::SyncType::COMMIT);",
         THOUSAND,
     ),
-    Fault("an object leaked in every call", LAUNCHER, DISPATCH, f"{DISPATCH} [NSMutableDictionary new];", THOUSAND),
+    Fault("an object leaked in every call", ENCODING, DISPATCH, f"{DISPATCH} [NSMutableDictionary new];", THOUSAND),
     Fault(
         "the compile options leaked",
-        PIPELINES,
+        COMPILE,
         "[[MTLCompileOptions new] autorelease]",
         "[MTLCompileOptions new]",
         MADE_ONCE,
     ),
-    Fault("the Metal function leaked", PIPELINES, "[function release];", "", MADE_ONCE),
+    Fault("the Metal function leaked", COMPILE, "[function release];", "", MADE_ONCE),
     Fault(
         "math mode not set",
-        PIPELINES,
+        COMPILE,
         "if ([options respondsToSelector:@selector(setMathMode:)])",
         "return;\n  if ([options respondsToSelector:@selector(setMathMode:)])",
         RUNS,
     ),
     Fault(
         "fast math on an older macOS",
-        PIPELINES,
+        COMPILE,
         "options.fastMathEnabled = NO;",
         "options.fastMathEnabled = YES;",
         "test_mps.py::test_an_older_macos_turns_fast_math_off",

@@ -51,12 +51,17 @@ class TranslationError(Exception):
     """The source is not what Metal accepts, or not what the simulator understands."""
 
 
-def translate(source: str, constants: dict[int | str, tuple[str, str]] | None = None) -> str:
+def translate(
+    source: str, constants: dict[int | str, tuple[str, str]] | None = None, register=None, shared=None
+) -> str:
     """C++ of preprocessed Metal source.
 
     `constants` maps a function constant's index or name to (its type's name, its value as a C++ literal). None: the
     library is not specialised; if it has function constants, no kernel of it can be made into a function as it is.
+    register(function, name, parameters) and shared(type, name, number) write what a kernel is registered with and what
+    a variable in threadgroup memory becomes, where the C++ is not for the simulator.
     """
+    register, shared = register or _register, shared or _shared
     source = _specialise(source, constants)
     parameters = {}  # kernel's C++ name -> its parameter table
     edits = []  # (begin, end, replacement)
@@ -67,18 +72,18 @@ def translate(source: str, constants: dict[int | str, tuple[str, str]] | None = 
         parameters[match[1]] = _number_buffers(table)
         if not _is_template(source, match.start()):  # registered after its body, under its own name
             end = _closing(source, source.index("{", close)) + 1
-            edits.append((end, end, _register(match[1], f'"{match[1]}"', parameters[match[1]])))
+            edits.append((end, end, register(match[1], f'"{match[1]}"', parameters[match[1]])))
 
     for match in INSTANTIATION.finditer(source):
         if match["base"] not in parameters:
             raise TranslationError(f"no kernel template {match['base']} for host_name({match['name']})")
-        edits.append((*match.span(), _register(match["function"], match["name"], parameters[match["base"]])))
+        edits.append((*match.span(), register(match["function"], match["name"], parameters[match["base"]])))
 
     inside_edit = [(begin, end) for begin, end, _ in edits]
     for match in ATTRIBUTE.finditer(source):
         if not any(begin <= match.start() < end for begin, end in inside_edit):
             edits.append((*match.span(), ""))
-    edits += _shared_variables(source)
+    edits += _shared_variables(source, shared)
     edits += [
         (*match.span(), f"::metal::make_vector<::metal::vec<{match[1]}>>(")
         for match in VECTOR_CONSTRUCTOR.finditer(source)
@@ -115,8 +120,13 @@ def _specialise(source: str, constants) -> str:
     return source
 
 
-def _shared_variables(source: str) -> list[tuple[int, int, str]]:
-    """`threadgroup float part[8];` becomes a reference to memory that the simulator hands to all lanes."""
+def _shared(kind: str, name: str, number: int) -> str:
+    """A reference to memory that the simulator hands to all lanes."""
+    return f'auto& {name} = ::msl_shared<{kind}, {number}>("{name}");'
+
+
+def _shared_variables(source: str, shared) -> list[tuple[int, int, str]]:
+    """`threadgroup float part[8];` becomes what shared("float[8]", "part", a number of its own) writes."""
     edits = []
     for number, match in enumerate(re.finditer(r"(?<!\[)\bthreadgroup\b", source)):  # not [[threadgroup(0)]]
         if THREADGROUP_POINTER.match(source, match.start()):
@@ -128,8 +138,7 @@ def _shared_variables(source: str) -> list[tuple[int, int, str]]:
                 f"not a threadgroup variable or pointer as the simulator understands it: {statement}"
             )
         kind = variable["type"] + variable["array"].strip()
-        name = variable["name"]
-        edits.append((*variable.span(), f'auto& {name} = ::msl_shared<{kind}, {number}>("{name}");'))
+        edits.append((*variable.span(), shared(kind, variable["name"], number)))
     return edits
 
 

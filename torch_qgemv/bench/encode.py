@@ -19,7 +19,7 @@ from tqdm import tqdm
 from ..gguf import GGUFFile
 from ..ops import dequantize, quant_types, quantize, resolve_quant_type
 
-_ROUNDS = 5
+_ROUNDS = 15
 
 
 def least_time(fn: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
@@ -60,18 +60,18 @@ def measure(matrix: torch.Tensor, name: str, importance: torch.Tensor | None) ->
 
 def load_matrix(source: str | None) -> torch.Tensor:
     if source is None:
-        return torch.randn(256, 2048, generator=torch.Generator().manual_seed(0))
+        return torch.randn(128, 2048, generator=torch.Generator().manual_seed(0))
     path, _, name = source.rpartition(":")
     tensor = GGUFFile(path)[name]
     matrix = tensor.data.float() if tensor.data.is_floating_point() else dequantize(tensor.data, tensor.quant_type)
     flat = matrix.flatten()[: matrix.numel() // 2048 * 2048]  # rows that the blocks of all types fill
-    return flat.view(-1, 2048)[:256].contiguous()
+    return flat.view(-1, 2048)[:128].contiguous()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", type=lambda text: text.split(","), default=list(quant_types()))
-    parser.add_argument("--matrix", metavar="FILE.gguf:TENSOR", help="default: 256 x 2048 normal values")
+    parser.add_argument("--matrix", metavar="FILE.gguf:TENSOR", help="default: 128 x 2048 normal values")
     args = parser.parse_args()
     torch.set_num_threads(1)
     matrix = load_matrix(args.matrix)

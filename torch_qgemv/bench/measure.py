@@ -20,6 +20,7 @@ from ..testing import random_packed
 from .memory import copies_for, repeat
 
 MIN_SAMPLE_NS = 200_000  # calls that are shorter are timed several at once
+CALIBRATIONS = 6  # at most, for the number of calls in a sample
 MIN_ROUNDS = 5
 REFERENCE_ROWS = 256  # the distinct rows of a weight; the others repeat them
 REFERENCE_TOKENS = 4  # rows of x whose error is measured
@@ -98,7 +99,7 @@ class Ours:
         for token, expected in zip(tokens, exact, strict=True):
             bias = torch.zeros(self._N, device=x.device)
             bias[: len(expected)] = -expected.float()
-            y = self._call(x, self.ring[0], bias)()[token, : len(expected)]
+            y = self._call(x, self.ring[0], bias)()[token, : len(expected)].cpu()
             errors.append(y.double() + (expected.float().double() - expected))
         return torch.stack(errors)
 
@@ -107,6 +108,25 @@ class Ours:
         if self._isa is None:
             return partial(torch.ops.torch_qgemv.linear, x, weight, self._quant_type, bias)
         return partial(torch.ops.torch_qgemv._linear_isa, x, weight, self._quant_type, bias, self._isa)
+
+
+class Published:
+    """The published mapping for Q4_K and one row of x, as a Metal kernel: a baseline."""
+
+    name = group = "published"
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, ring: list[torch.Tensor]):
+        self.dtype, self._ring, self.weight_bytes = dtype, ring, problem.N * problem.rows.shape[1]
+
+    def takes(self, M: int) -> bool:
+        return M == 1
+
+    def calls(self, x: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+        return [partial(torch.ops.torch_qgemv._published, x.to(self.dtype), weight) for weight in self._ring]
+
+    def difference(self, x: torch.Tensor, tokens: list[int], exact: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.torch_qgemv._published(x.to(self.dtype), self._ring[0])
+        return y[:, : exact.shape[1]].cpu().double() - exact
 
 
 class Dense:
@@ -125,7 +145,7 @@ class Dense:
         return [partial(F.linear, x.to(self.dtype), weight) for weight in self._ring]
 
     def difference(self, x: torch.Tensor, tokens: list[int], exact: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.to(self.dtype), self._rows)[tokens].double() - exact
+        return F.linear(x.to(self.dtype), self._rows)[tokens].cpu().double() - exact
 
 
 def dense_name(dtype: torch.dtype) -> str:
@@ -147,25 +167,76 @@ class Times:
         return median(self.us)
 
 
-def time_in_turn(
-    calls: dict[str, Iterable[Callable[[], Any]]], seconds: float, synchronize: Callable[[], None]
-) -> dict[str, Times]:
+class Clock(Protocol):
+    """Times what is started between its two calls."""
+
+    min_sample_ns: int
+
+    def start(self) -> None: ...
+
+    def stop(self) -> float:
+        """Waits until all that was started has ended; nanoseconds."""
+
+
+class WallClock:
+    """For devices that have finished when a call returns."""
+
+    min_sample_ns = MIN_SAMPLE_NS
+
+    def start(self) -> None:
+        self._begin = time.perf_counter_ns()
+
+    def stop(self) -> float:
+        return time.perf_counter_ns() - self._begin
+
+
+class MpsClock:
+    """The GPU's own time, between two events that it passes.
+
+    Calls are encoded before the GPU begins, and torch.mps.synchronize() takes 0.1 ms or more: neither counts. Samples
+    are long, so that the events' own jitter doesn't either.
+    """
+
+    min_sample_ns = 20_000_000
+
+    def start(self) -> None:
+        torch.mps.synchronize()
+        self._events = [torch.mps.event.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+
+    def stop(self) -> float:
+        begin, end = self._events
+        end.record()
+        torch.mps.synchronize()
+        return begin.elapsed_time(end) * 1e6
+
+
+def time_in_turn(calls: dict[str, Iterable[Callable[[], Any]]], seconds: float, clock: Clock) -> dict[str, Times]:
     """Runs all entries in turn, in random order, for about `seconds`; each goes through its own calls in a circle."""
     rings = {name: cycle(ring) for name, ring in calls.items()}
     order, shuffle = list(rings), random.Random(0).shuffle
 
     def sample(name: str, repeats: int) -> float:
         batch = list(islice(rings[name], repeats))
-        start = time.perf_counter_ns()
+        clock.start()
         for call in batch:
             call()
-        synchronize()
-        return (time.perf_counter_ns() - start) / repeats
+        return clock.stop() / repeats
+
+    def enough(name: str) -> int:
+        """How many calls are a sample. The first estimates are of few calls, hence too long each."""
+        repeats = 1
+        for _ in range(CALIBRATIONS):
+            missing = clock.min_sample_ns / max(1.0, sample(name, repeats) * repeats)
+            if missing < 1.5:
+                break
+            repeats = round(repeats * min(missing, 100))
+        return repeats
 
     repeats = {}
     for name in order:
         sample(name, 1)  # the first call allocates
-        repeats[name] = max(1, round(MIN_SAMPLE_NS / sample(name, 1)))
+        repeats[name] = enough(name)
     us = {name: [] for name in order}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(us[order[0]]) < MIN_ROUNDS:
@@ -179,6 +250,6 @@ def relative_errors(contestants: list[Contestant], x: torch.Tensor, matrix: torc
     """The relative L2 error of each against float64, over some rows of x and the weight's distinct rows [n, K]."""
     M = len(x)
     tokens = sorted({i * (M - 1) // max(1, REFERENCE_TOKENS - 1) for i in range(REFERENCE_TOKENS)})
-    exact = x[tokens].double() @ matrix.double().T
+    exact = x[tokens].cpu().double() @ matrix.cpu().double().T  # MPS has no float64
     for contestant in contestants:
         yield (contestant.difference(x, tokens, exact).norm() / exact.norm()).item()

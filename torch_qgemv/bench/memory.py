@@ -11,6 +11,7 @@ import torch
 MB = 10**6
 MIN_ROTATE = 64 * MB
 _HUGE_PAGE = 2 << 20
+_ALIGNMENT = 256  # elements
 
 
 def physical_memory() -> int:
@@ -33,10 +34,15 @@ def copies_for(nbytes: int, rotate: int) -> int:
 
 
 def repeat(rows: torch.Tensor, N: int, copies: int, huge: bool) -> list[torch.Tensor]:
-    """Copies of a matrix of N rows that are `rows` over and over; one copy after the other in fresh memory."""
-    ring = torch.empty(copies, N, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    if huge and ring.device.type == "cpu":
-        advise_huge_pages(ring.data_ptr(), ring.nbytes)
+    """Copies of a matrix of N rows that are `rows` over and over, one after the other in fresh memory.
+
+    Each is aligned as a tensor of its own would be.
+    """
+    size = N * rows.shape[1]
+    memory = torch.empty(copies, -(-size // _ALIGNMENT) * _ALIGNMENT, dtype=rows.dtype, device=rows.device)
+    if huge and memory.device.type == "cpu":
+        advise_huge_pages(memory.data_ptr(), memory.nbytes)
+    ring = memory[:, :size].unflatten(1, (N, rows.shape[1]))
     for part in ring.split(len(rows), dim=1):
         part.copy_(rows[: part.shape[1]].expand_as(part))
     return list(ring.unbind())

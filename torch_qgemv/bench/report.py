@@ -11,8 +11,6 @@ import torch
 
 from .memory import MB
 
-DENSE_COLUMNS = ("F.linear bfloat16", "F.linear float32")
-
 
 def describe_machine() -> dict:
     """The processor and what runs on it."""
@@ -28,8 +26,9 @@ def describe_machine() -> dict:
 def heading(result: dict) -> str:
     machine, settings = result["machine"], result["settings"]
     cache = machine["last_level_cache_bytes"]
+    gpu = f"{machine['gpu']}; " if machine["gpu"] else ""
     lines = [
-        f"{machine['processor']}, {machine['cpus']} CPUs, last-level cache "
+        f"{gpu}{machine['processor']}, {machine['cpus']} CPUs, last-level cache "
         f"{f'{cache / MB:.0f} MB' if cache else 'unknown'}; torch {machine['torch']}; {machine['system']}",
         f"{settings['threads']} thread(s), x in {settings['dtype']}, kernels {settings['isa']}, {settings['layout']} "
         f"weights; weights rotate over {settings['rotate_bytes'] / MB:.0f} MB each, "
@@ -45,43 +44,61 @@ def footnotes(warnings: list[str]) -> str:
     return "".join(f"! {warning}\n" for warning in warnings)
 
 
-def table_head() -> str:
-    dense = " ".join(f"{name.removeprefix('F.linear '):>15}" for name in DENSE_COLUMNS)
+def table_head(result: dict) -> str:
+    settings = result["settings"]
+    dense = " ".join(f"{name.removeprefix('F.linear '):>15}" for name in settings["dense"])
+    peer = "ggml, its fastest path" if settings["device"] == "cpu" else "the published kernel"
     return (
-        f"{'':29}|{'torch_qgemv':^44}|{'ggml, its fastest path':^44}| F.linear, ratio, error\n"
-        f"{'type':7}{'KxN':>12}{'M':>5}     | {'us':>8} {'median':>9} {'GB/s':>6} {'% read':>7} {'error':>8} "
+        f"{'':29}|{'torch_qgemv':^62}|{peer:^44}| F.linear, ratio, error\n"
+        f"{'type':7}{'KxN':>12}{'M':>5}     | {'us':>8} {'median':>9} {'GB/s':>6} {'% read':>7} {'% nominal':>10} "
+        f"{'FLOP/B':>7} {'error':>8} "
         f"| {'us':>8} {'ratio':>6} {'error':>8} {'path':<17} | {dense}"
     )
 
 
-def table_row(case: dict) -> str:
+def table_row(case: dict, dense: list[str]) -> str:
     ours = next(iter(case["entries"].values()))
     row = (
         f"{case['quant_type']:7}{case['K']:>6}x{case['N']:<6}{case['M']:>4} {'~' if case['noisy'] else ' '}   | "
-        f"{ours['us_min']:8.1f} {ours['us_median']:9.1f} {ours['gb_per_s']:6.1f} {ours['percent_of_read']:6.1f}% "
-        f"{ours['relative_error']:8.1e} | "
+        f"{_number(ours['us_min'], 8)} {_number(ours['us_median'], 9)} {_number(ours['gb_per_s'], 6)} "
+        f"{_number(ours['percent_of_read'], 6, '%')} {_number(ours['percent_of_nominal'], 9, '%')} "
+        f"{ours['intensity']:7.2f} {ours['relative_error']:8.1e} | "
     )
-    if name := case["best"].get("ggml"):
-        peer = case["entries"][name]
-        row += f"{peer['us_min']:8.1f} {_times(case['ratios']['ggml'])} {peer['relative_error']:8.1e} {name[5:]:<17} |"
+    if peer := next((name for name, entry in case["entries"].items() if entry["group"] == "published"), None):
+        row += _peer(case, "published", peer, "")
+    elif name := case["best"].get("ggml"):
+        row += _peer(case, "ggml", name, name[5:])
     else:
         row += f"{'-':>8} {'-':>6} {'-':>8} {'-':<17} |"
-    for name in DENSE_COLUMNS:
+    for name in dense:
         if name in case["entries"]:
-            row += f" {_times(case['ratios'][name])} {case['entries'][name]['relative_error']:8.1e}"
+            row += f" {_times(case, name)} {case['entries'][name]['relative_error']:8.1e}"
         else:
             row += f" {'-':>6} {'-':>8}"
     return row
 
 
-def _times(ratio: float | None) -> str:
+def _peer(case: dict, group: str, name: str, path: str) -> str:
+    entry = case["entries"][name]
+    return f"{_number(entry['us_min'], 8)} {_times(case, group)} {entry['relative_error']:8.1e} {path:<17} |"
+
+
+def _number(value: float | None, width: int, unit: str = "") -> str:
+    """'-' where nothing was measured or is known."""
+    return f"{value:{width}.1f}{unit}" if value is not None else f"{'-':>{width + len(unit)}}"
+
+
+def _times(case: dict, group: str) -> str:
+    if group not in case["ratios"]:
+        return f"{'-':>6}"  # not timed
+    ratio = case["ratios"][group]
     return "refused" if ratio is None else f"{ratio:5.2f}x"
 
 
-def check_chart(path: Path) -> None:
+def check_chart(option: str, path: Path) -> None:
     """Stops before minutes of measuring if the chart can't be drawn."""
     if not find_spec("matplotlib"):
-        raise SystemExit(f"--chart {path} needs matplotlib. Run: pip install matplotlib")
+        raise SystemExit(f"{option} {path} needs matplotlib. Run: pip install matplotlib")
 
 
 def draw_chart(result: dict, path: Path) -> None:
@@ -109,7 +126,7 @@ def draw_chart(result: dict, path: Path) -> None:
     left.set(title=f"M = {smallest}, K x N = {shape[0]} x {shape[1]}", ylabel="us, minimum")
     left.legend()
 
-    group = "ggml" if any(case["ratios"].get("ggml") for case in cases) else DENSE_COLUMNS[-1]
+    group = "ggml" if any(case["ratios"].get("ggml") for case in cases) else result["settings"]["dense"][-1]
     for index, quant_type in enumerate(types):
         points = [(c["M"], c["ratios"].get(group)) for c in cases if c["quant_type"] == quant_type]
         points = [(M, ratio) for M, ratio in sorted(points) if ratio]

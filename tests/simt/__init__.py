@@ -1,0 +1,1 @@
+"""Metal kernels on an NVIDIA GPU: another machine whose 32 lanes go together. README.md says what for."""
