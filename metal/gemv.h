@@ -3,6 +3,7 @@
 // A SIMD-group makes rows_per_simdgroup outputs. L::lanes of its 32 lanes share a block, the next ones take the next
 // block, and all go on by `step` blocks until the row ends. Then the lanes' sums are added.
 #pragma once
+#include "bias.h"
 #include "lanes/iq4.h"
 #include "lanes/q4_k.h"
 #include "lanes/q5_k.h"
@@ -10,13 +11,6 @@
 #include "lanes/q8_0.h"
 
 namespace qgemv {
-
-inline float bias_at(device const uchar* bias, uint type, uint n) {
-  if (type == float_bias) return ((device const float*)bias)[n];
-  if (type == half_bias) return float(((device const half*)bias)[n]);
-  if (type == bfloat_bias) return float(((device const bfloat*)bias)[n]);
-  return 0.0f;
-}
 
 // Adds this lane's part of the outputs first .. first + rows_per_simdgroup - 1 to total.
 template <typename F, typename L, typename T>

@@ -11,6 +11,19 @@ enum : uint32_t {
   simdgroups_per_group = 2  // SIMD-groups in one of their threadgroups
 };
 
+// Geometry of the kernels for several rows of x.
+enum : uint32_t {
+  rows_outputs = 4,     // outputs a row of x that a SIMD-group of the rows kernels makes
+  rows_simdgroups = 2,  // SIMD-groups in one of their threadgroups
+  max_rows = 4,         // most rows of x that they are made for
+
+  tiles_outputs = 16,  // the same of the tiles kernels
+  tiles_simdgroups = 2,
+  max_tiles_rows = 8,
+
+  matmul_outputs = 64  // columns of a tile of the matrix kernels
+};
+
 // A bias is read in the type it has.
 enum : uint32_t { no_bias, float_bias, half_bias, bfloat_bias };
 
@@ -19,7 +32,7 @@ struct LinearParams {
   uint64_t x_stride;   // elements from one row of x to the next
   uint32_t N, K;
   uint32_t bias_type;
-  uint32_t reserved;
+  uint32_t M;  // rows of x; for the matrix and tiles kernels
 };
 static_assert(sizeof(LinearParams) == 32, "the same on both sides");
 

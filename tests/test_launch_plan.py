@@ -15,7 +15,7 @@ from formats import TYPES, block_size, type_size
 ROOT = Path(__file__).parent.parent
 NAMES = {t.name: t for t in TYPES}
 SOURCE = r"""
-#include "launch_plan.h"
+#include "matmul_plan.h"
 #include "metal_sources.inc"
 #include <cstring>
 using namespace qgemv::mps;
@@ -39,26 +39,48 @@ struct Arguments {
   int64_t family, quant_type, N, K, offset, row_bytes, count, x_stride, dtype, extra;
 };
 
+enum { linear = 100, linear_of_unknown_lanes, linear_transposed };
+
 extern "C" void plan(const Arguments* a, Result* r) {
   const Weight w{format_index(a->quant_type), a->N, a->K, uint64_t(a->offset), uint64_t(a->row_bytes)};
   const Dtype dtype = Dtype(a->dtype);
   try {
+    const Rows x{a->count, a->x_stride, dtype};
     if (a->family == gemv) fill(r, plan_gemv(w, a->count, a->x_stride, dtype, uint32_t(a->extra)));
+    if (a->family == linear) fill(r, plan_linear(w, x, uint32_t(a->extra), true));
+    if (a->family == linear_of_unknown_lanes) fill(r, plan_linear(w, x, uint32_t(a->extra), false));
+    if (a->family == linear_transposed) fill(r, plan_transposed(w, x));
     if (a->family == dequantize) fill(r, plan_dequantize(w, dtype));
     if (a->family == embedding) fill(r, plan_embedding(w, a->count, uint32_t(a->extra), dtype));
   } catch (const std::length_error& e) {
     strncpy(r->error, e.what(), sizeof r->error - 1);
   }
 }
-extern "C" const char* source(int i) { return i == gemv_source ? gemv_metal : dequantize_metal; }
-extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
-extern "C" int64_t tile(int64_t N, int64_t K) { return tile_rows(N, K); }
-extern "C" int aligned(uint64_t offset, uint64_t row_bytes) { return x_is_aligned(offset, row_bytes); }
-extern "C" void part(int64_t first, int64_t count, uint64_t* out) {
-  const Weight w = rows_of({0, 1000, 32, 100, 18}, first, count);
-  out[0] = w.N, out[1] = w.offset, out[2] = w.row_bytes;
+extern "C" const char* source(int i) {
+  const char* const sources[] = {gemv_metal, dequantize_metal, rows_metal, tiles_metal, matmul_metal, transposed_metal};
+  return i < source_count ? sources[i] : nullptr;
 }
+extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
+extern "C" int needs_order(int64_t M) { return needs_lane_order(M); }
+extern "C" int64_t columns(int64_t N) { return grad_y_columns(N); }
+extern "C" int aligned(uint64_t offset, uint64_t row_bytes) { return x_is_aligned(offset, row_bytes); }
 """
+
+
+FAMILIES = [
+    "gemv",
+    "dequantize",
+    "embedding",
+    "rows2",
+    "rows3",
+    "rows4",
+    "tiles",
+    "matmul32",
+    "matmul64",
+    "transposed32",
+    "transposed64",
+]
+OPERATORS = ("linear", "linear of unknown lanes", "linear_transposed")
 
 
 class Result(ctypes.Structure):
@@ -92,8 +114,8 @@ def library(tmp_path_factory, embed):
     subprocess.run([compiler, *flags, source, "-o", out], check=True)
     library = ctypes.CDLL(str(out))
     library.name.restype = library.source.restype = ctypes.c_char_p
-    library.tile.restype = ctypes.c_int64
-    library.tile.argtypes = [ctypes.c_int64] * 2
+    library.columns.restype = ctypes.c_int64
+    library.columns.argtypes = library.needs_order.argtypes = [ctypes.c_int64]
     library.aligned.argtypes = [ctypes.c_uint64] * 2
     return library
 
@@ -102,7 +124,7 @@ def library(tmp_path_factory, embed):
 def plan(library):
     def plan(family, quant_type, N, K, *, offset=0, row_bytes=None, count=1, x_stride=0, dtype=1, extra=0):
         row_bytes = K // block_size(quant_type) * type_size(quant_type) if row_bytes is None else row_bytes
-        family = ("gemv", "dequantize", "embedding").index(family)
+        family = FAMILIES.index(family) if family in FAMILIES else 100 + OPERATORS.index(family)
         arguments = (ctypes.c_int64 * 10)(
             family, int(quant_type), N, K, offset, row_bytes, count, x_stride, dtype, extra
         )
@@ -125,7 +147,7 @@ def test_names(library):
     while name := library.name(len(names)):
         names.append(name.decode())
     dtypes = ("float", "half", "bfloat")
-    kinds = [(f, t, d) for f in ("gemv", "dequantize", "embedding") for t in NAMES for d in dtypes]
+    kinds = [(f, t, d) for f in FAMILIES for t in NAMES for d in dtypes]
     assert names == [f"{'_'.join(kind)}{plain}" for kind in kinds for plain in ("", "_plain")]
 
 
@@ -207,19 +229,63 @@ def test_limits(plan):
         plan("embedding", quant_type, 5, 32, count=2**32)
 
 
-def test_tiles_are_bounded(library):
-    for N in (1, 100, 4096, 12288, 248320, 2**31):
-        for K in (32, 4096, 12288, 2**24, 2**31):
-            rows = library.tile(N, K)
-            assert 1 <= rows <= min(N, 32768)
-            assert rows == 1 or rows * K * 4 <= 64 << 20
-            assert rows == min(N, 32768) or (rows + 1) * K * 4 > 64 << 20, "no smaller than it has to be"
+# ---- Several rows of x
 
 
-def test_rows_of_a_weight(library):
-    out = (ctypes.c_uint64 * 3)()
-    library.part(7, 13, out)
-    assert list(out) == [13, 100 + 7 * 18, 18]
+# {M: family, and what a threadgroup has: outputs, rows of x, threads}
+FAMILY_OF_ROWS = {
+    **{1: ("gemv", 8, 1, 64), 2: ("rows2", 8, 2, 64), 3: ("rows3", 8, 3, 64), 4: ("rows4", 8, 4, 64)},
+    **dict.fromkeys((5, 6, 7, 8), ("tiles", 32, 8, 64)),
+    **dict.fromkeys((9, 31, 32), ("matmul32", 64, 32, 64)),
+    **dict.fromkeys((33, 64, 65, 1000), ("matmul64", 64, 64, 128)),
+}
+
+
+@pytest.mark.parametrize("M", FAMILY_OF_ROWS)
+@pytest.mark.parametrize("N", [1, 8, 9, 64, 65, 4096])
+def test_linear_by_rows_of_x(plan, library, M, N):
+    family, outputs, rows, threads = FAMILY_OF_ROWS[M]
+    for operator in ("linear", "linear of unknown lanes"):
+        if operator != "linear" and family == "tiles":
+            family, outputs, rows, threads = FAMILY_OF_ROWS[32]
+        p = plan(operator, NAMES["Q6_K"], N, 512, count=M, x_stride=600, extra=2)
+        assert p.kernel == f"{family}_Q6_K_half" and p.threadgroup == (threads, 1)
+        groups = [-(-N // outputs) * threads, -(-M // rows)]
+        if family.startswith("matmul"):  # rows of x first
+            groups = [-(-M // rows) * threads, -(-N // outputs)]
+        assert p.grid == tuple(groups)
+        assert struct.unpack("<QQIIII", p.params)[:5] == (420, 600, N, 512, 2)
+        assert M == 1 or struct.unpack("<QQIIII", p.params)[5] == M
+    assert library.needs_order(M) == (5 <= M <= 8)
+
+
+@pytest.mark.parametrize("M, rows", [(1, 32), (32, 32), (33, 64), (100, 64)])
+def test_transposed_by_rows_of_grad_y(plan, M, rows):
+    p = plan("linear_transposed", NAMES["Q4_0"], 7, 96, count=M, x_stride=32, offset=1)
+    assert p.kernel == f"transposed{rows}_Q4_0_half_plain" and p.threadgroup == (2 * rows, 1)
+    assert p.grid == (-(-M // rows) * 2 * rows, 2)
+    assert struct.unpack("<QQIIII", p.params) == (54, 32, 7, 96, 0, M)
+
+
+def test_columns_of_grad_y(library):
+    assert [library.columns(N) for N in (1, 31, 32, 33, 64)] == [32, 32, 32, 64, 64]
+
+
+def test_limits_of_several_rows(plan):
+    quant_type = NAMES["Q4_0"]
+    for M, outputs in ((2, 8), (8, 32)):
+        largest = (2**32 - 1) // 64 * outputs
+        assert plan("linear", quant_type, largest, 32, count=M).grid[0] < 2**32
+        with pytest.raises(OverflowError, match=f"linear: N = {largest + 1} is more"):
+            plan("linear", quant_type, largest + 1, 32, count=M)
+    most = (2**32 - 1) // 128 * 64
+    assert plan("linear", quant_type, 2**32 - 1, 32, count=most).grid[0] < 2**32
+    for operator in ("linear", "linear_transposed"):
+        with pytest.raises(OverflowError, match=f"torch_qgemv.{operator}: M = {most + 1} is more"):
+            plan(operator, quant_type, 5, 32, count=most + 1)
+        for size in ({"N": 2**32, "K": 32}, {"N": 5, "K": 2**32}):
+            with pytest.raises(OverflowError, match=f"torch_qgemv.{operator}: [NK] = 4294967296 is more"):
+                plan(operator, quant_type, **size, count=40)
 
 
 def test_x_has_to_be_aligned(library):
@@ -231,7 +297,7 @@ def test_x_has_to_be_aligned(library):
 
 
 def test_embedded_sources(library, embed):
-    for i, name in enumerate(("gemv", "dequantize")):
+    for i, name in enumerate(("gemv", "dequantize", "rows", "tiles", "matmul", "transposed")):
         text = library.source(i).decode("ascii")
         assert text == embed.flatten(ROOT / f"metal/{name}.metal") + "\n"
         assert '#include "' not in text and "#pragma once" not in text

@@ -12,12 +12,37 @@
 namespace qgemv::mps {
 
 // ---- Kernels
-enum Family { gemv, dequantize, embedding, family_count };
+enum Family {
+  gemv,
+  dequantize,
+  embedding,
+  // By rows of x, or of a tile of y.
+  rows2,
+  rows3,
+  rows4,
+  tiles,
+  matmul32,
+  matmul64,
+  transposed32,
+  transposed64,
+  family_count
+};
 enum Dtype { float32, float16, bfloat16, dtype_count };
 
 // What Metal compiles at once: a source, for one format.
-enum Source { gemv_source, dequantize_source, source_count };
-constexpr Source source_of(Family family) { return family == gemv ? gemv_source : dequantize_source; }
+enum Source {
+  gemv_source,
+  dequantize_source,
+  rows_source,
+  tiles_source,
+  matmul_source,
+  transposed_source,
+  source_count
+};
+constexpr Source family_sources[family_count] = {gemv_source,   dequantize_source, dequantize_source, rows_source,
+                                                 rows_source,   rows_source,       tiles_source,      matmul_source,
+                                                 matmul_source, transposed_source, transposed_source};
+constexpr Source source_of(Family family) { return family_sources[family]; }
 
 struct Format {
   const char* name;
@@ -46,7 +71,25 @@ constexpr const char* kernel_names[] = {
 #define QGEMV_GEMV(F) QGEMV_TYPES(gemv, F)
 #define QGEMV_DEQUANTIZE(F) QGEMV_TYPES(dequantize, F)
 #define QGEMV_EMBEDDING(F) QGEMV_TYPES(embedding, F)
-    QGEMV_FORMATS(QGEMV_GEMV) QGEMV_FORMATS(QGEMV_DEQUANTIZE) QGEMV_FORMATS(QGEMV_EMBEDDING)
+#define QGEMV_ROWS2(F) QGEMV_TYPES(rows2, F)
+#define QGEMV_ROWS3(F) QGEMV_TYPES(rows3, F)
+#define QGEMV_ROWS4(F) QGEMV_TYPES(rows4, F)
+#define QGEMV_TILES(F) QGEMV_TYPES(tiles, F)
+#define QGEMV_MATMUL32(F) QGEMV_TYPES(matmul32, F)
+#define QGEMV_MATMUL64(F) QGEMV_TYPES(matmul64, F)
+#define QGEMV_TRANSPOSED32(F) QGEMV_TYPES(transposed32, F)
+#define QGEMV_TRANSPOSED64(F) QGEMV_TYPES(transposed64, F)
+    QGEMV_FORMATS(QGEMV_GEMV) QGEMV_FORMATS(QGEMV_DEQUANTIZE) QGEMV_FORMATS(QGEMV_EMBEDDING) QGEMV_FORMATS(QGEMV_ROWS2)
+        QGEMV_FORMATS(QGEMV_ROWS3) QGEMV_FORMATS(QGEMV_ROWS4) QGEMV_FORMATS(QGEMV_TILES) QGEMV_FORMATS(QGEMV_MATMUL32)
+            QGEMV_FORMATS(QGEMV_MATMUL64) QGEMV_FORMATS(QGEMV_TRANSPOSED32) QGEMV_FORMATS(QGEMV_TRANSPOSED64)
+#undef QGEMV_TRANSPOSED64
+#undef QGEMV_TRANSPOSED32
+#undef QGEMV_MATMUL64
+#undef QGEMV_MATMUL32
+#undef QGEMV_TILES
+#undef QGEMV_ROWS4
+#undef QGEMV_ROWS3
+#undef QGEMV_ROWS2
 #undef QGEMV_EMBEDDING
 #undef QGEMV_DEQUANTIZE
 #undef QGEMV_GEMV
@@ -86,11 +129,6 @@ struct Weight {
   uint64_t offset, row_bytes;  // bytes before its first row, and from one row to the next
 };
 
-// Rows first .. first + count - 1 of a weight.
-inline Weight rows_of(const Weight& w, int64_t first, int64_t count) {
-  return {w.format, count, w.K, w.offset + uint64_t(first) * w.row_bytes, w.row_bytes};
-}
-
 inline void check_range(const char* op, const char* what, int64_t size, uint64_t limit, const Weight& w) {
   if (size >= 0 && uint64_t(size) <= limit) return;
   throw std::length_error(std::string("torch_qgemv.") + op + ": " + what + " = " + std::to_string(size) +
@@ -108,7 +146,7 @@ inline Kernel kernel_for(Family family, const Weight& w, Dtype dtype) {
   return {family, w.format, dtype, w.offset % alignment != 0 || w.row_bytes % alignment != 0};
 }
 
-// Up to this many rows of x, each reads the weight again; for more, the weight is unpacked.
+// Rows of x of the gemv kernels, each of which reads the weight again.
 constexpr int64_t max_gemv_M = 8;
 
 // Rows of x are read in whole vectors; others are copied first.
@@ -156,18 +194,6 @@ inline Plan<EmbeddingParams> plan_embedding(const Weight& w, int64_t indices, ui
           {w.row_bytes, uint32_t(w.N), uint32_t(w.K), index_bytes, 0},
           grid,
           decode_threadgroup(grid)};
-}
-
-// ---- Many rows of x: the weight is unpacked, some rows at a time, and torch multiplies.
-// In float32 whatever x's dtype: rounding the unpacked weights to 16 bits would cost as much again as rounding y does,
-// and 16-bit arithmetic is no faster on these GPUs.
-constexpr int64_t max_tile_bytes = int64_t(64) << 20;
-// MPS has multiplied matrices of more rows or columns wrongly.
-constexpr int64_t max_matmul_rows = 32768;
-
-constexpr int64_t tile_rows(int64_t N, int64_t K) {
-  const int64_t fit = max_tile_bytes / (K * int64_t(sizeof(float)));
-  return std::min({N, std::max<int64_t>(fit, 1), max_matmul_rows});
 }
 
 }  // namespace qgemv::mps

@@ -1,14 +1,14 @@
 // The operators on MPS: checks, a plan, a dispatch on PyTorch's own stream. Manual reference counting, as in PyTorch.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "../check.h"
 #include "dispatch.h"
+#include "matmul_plan.h"
 #include "pipelines.h"
+#include "self_test.h"
 
 namespace qgemv::mps {
 namespace {
@@ -39,36 +39,13 @@ struct Bias {
 };
 
 // ---- Operators
-void linear_few_rows(const at::Tensor& x, const at::Tensor& weight, const Weight& w, const Bias& bias,
-                     const at::Tensor& y) {
-  const at::Tensor rows = aligned_rows(x, w.K);
-  const auto plan = plan_gemv(w, rows.size(0), rows.stride(0), dtype_of(x.scalar_type()), bias.type);
+Rows describe_rows(const at::Tensor& x) { return {x.size(0), x.stride(0), dtype_of(x.scalar_type())}; }
+
+void dispatch_product(const Plan<LinearParams>& plan, const at::Tensor& weight, const at::Tensor& x, const Bias& bias,
+                      const at::Tensor& y) {
   // Without a bias any buffer will do: it isn't read.
   const Binding bias_or_any = bias.type == no_bias ? Binding{buffer_of(weight), 0} : bind(bias.tensor);
-  dispatch<LinearParams, 4>(plan, {bind(weight), bind(rows), bias_or_any, bind(y)}, rows, y);
-}
-
-void dequantize_into(const at::Tensor& out, const at::Tensor& weight, const Weight& w) {
-  const auto plan = plan_dequantize(w, dtype_of(out.scalar_type()));
-  dispatch<DequantizeParams, 2>(plan, {bind(weight), bind(out)}, weight, out);
-}
-
-void linear_many_rows(const at::Tensor& x, const at::Tensor& weight, const Weight& w, const Bias& bias,
-                      const at::Tensor& y) {
-  const at::Tensor rows = x.reshape({-1, w.K}).to(at::kFloat), out = y.view({-1, w.N});
-  const int64_t tile = tile_rows(w.N, w.K);
-  for (int64_t n = 0; n < w.N; n += tile) {
-    const int64_t count = std::min(tile, w.N - n);
-    const at::Tensor unpacked = at::empty({count, w.K}, x.options().dtype(at::kFloat));
-    dequantize_into(unpacked, weight.narrow(0, n, count), rows_of(w, n, count));
-    std::optional<at::Tensor> b;
-    if (bias.type != no_bias) b = bias.tensor.narrow(0, n, count).to(at::kFloat);
-    for (int64_t m = 0; m < rows.size(0); m += max_matmul_rows) {
-      const int64_t height = std::min(max_matmul_rows, rows.size(0) - m);
-      const at::Tensor part = at::linear(rows.narrow(0, m, height), unpacked, b);
-      out.narrow(0, m, height).narrow(1, n, count).copy_(part);
-    }
-  }
+  dispatch<LinearParams, 4>(plan, {bind(weight), bind(x), bias_or_any, bind(y)}, x, y);
 }
 
 at::Tensor linear_mps(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
@@ -80,38 +57,34 @@ at::Tensor linear_mps(const at::Tensor& x, const at::Tensor& weight, int64_t qua
 
   const at::Tensor packed = with_dense_rows(weight);
   const Weight w = describe(packed, quant_type, size);
-  if (x.numel() / w.K <= max_gemv_M) {
-    linear_few_rows(x, packed, w, Bias(bias), y);
-  } else {
-    linear_many_rows(x, packed, w, Bias(bias), y);
-  }
+  const at::Tensor rows = aligned_rows(x, w.K);
+  const Bias b(bias);
+  const bool lane_order_known = needs_lane_order(rows.size(0)) && lane_order_is_known();
+  const auto plan = plan_linear(w, describe_rows(rows), b.type, lane_order_known);
+  dispatch_product(plan, packed, rows, b, y);
   return y;
 }
 
-// grad_y W in float32, from some unpacked rows of W at a time.
+// grad_y as [M, a multiple of 32 columns, zeros behind its own], its rows where whole vectors can be read.
+at::Tensor whole_columns(const at::Tensor& grad_y, int64_t N) {
+  const int64_t columns = grad_y_columns(N);
+  if (columns == N) return aligned_rows(grad_y, N);
+  const at::Tensor rows = grad_y.reshape({-1, N}), padded = at::zeros({rows.size(0), columns}, grad_y.options());
+  padded.narrow(1, 0, N).copy_(rows);
+  return padded;
+}
+
 at::Tensor linear_transposed_mps(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
   const MatrixSize size = check_linear_transposed(grad_y, weight, quant_type);
   const auto shape = linear_transposed_shape(grad_y, size);
-  const at::Tensor sum = at::zeros_symint(shape, grad_y.options().dtype(at::kFloat));
-  if (sum.numel() == 0 || grad_y.numel() == 0) return sum.to(grad_y.scalar_type());
+  if (grad_y.numel() == 0) return at::zeros_symint(shape, grad_y.options());
+  const at::Tensor grad_x = at::empty_symint(shape, grad_y.options());
+  if (grad_x.numel() == 0) return grad_x;
   const at::Tensor packed = with_dense_rows(weight);
   const Weight w = describe(packed, quant_type, size);
-  const at::Tensor rows = grad_y.reshape({-1, w.N}).to(at::kFloat), out = sum.view({-1, w.K});
-  const int64_t tile = tile_rows(w.N, w.K);
-  for (int64_t n = 0; n < w.N; n += tile) {
-    const int64_t count = std::min(tile, w.N - n);
-    const at::Tensor unpacked = at::empty({count, w.K}, out.options());
-    dequantize_into(unpacked, packed.narrow(0, n, count), rows_of(w, n, count));
-    for (int64_t m = 0; m < rows.size(0); m += max_matmul_rows) {
-      const int64_t height = std::min(max_matmul_rows, rows.size(0) - m);
-      const at::Tensor part = rows.narrow(0, m, height).narrow(1, n, count);
-      for (int64_t k = 0; k < w.K; k += max_matmul_rows) {
-        const int64_t width = std::min(max_matmul_rows, w.K - k);
-        out.narrow(0, m, height).narrow(1, k, width).add_(at::mm(part, unpacked.narrow(1, k, width)));
-      }
-    }
-  }
-  return sum.to(grad_y.scalar_type());
+  const at::Tensor rows = whole_columns(grad_y, w.N);
+  dispatch_product(plan_transposed(w, describe_rows(rows)), packed, rows, Bias(std::nullopt), grad_x);
+  return grad_x;
 }
 
 at::Tensor dequantize_mps(const at::Tensor& weight, int64_t quant_type, std::optional<at::ScalarType> dtype) {
@@ -120,7 +93,8 @@ at::Tensor dequantize_mps(const at::Tensor& weight, int64_t quant_type, std::opt
   const at::Tensor out = at::empty_symint({size.N, size.K}, weight.options().dtype(type));
   if (out.numel() == 0) return out;
   const at::Tensor packed = with_dense_rows(weight);
-  dequantize_into(out, packed, describe(packed, quant_type, size));
+  const auto plan = plan_dequantize(describe(packed, quant_type, size), dtype_of(type));
+  dispatch<DequantizeParams, 2>(plan, {bind(packed), bind(out)}, packed, out);
   return out;
 }
 

@@ -9,4 +9,7 @@ namespace qgemv::mps {
 // The pipeline of kernel_names[kernel]. Thread-safe. Throws with Metal's own text.
 id<MTLComputePipelineState> pipeline(const Kernel& kernel);
 
+// A new pipeline, which the caller owns, of a kernel of metal/self_test.metal.
+id<MTLComputePipelineState> self_test_pipeline(const char* kernel);
+
 }  // namespace qgemv::mps

@@ -13,7 +13,8 @@
 namespace qgemv::mps {
 namespace {
 
-const char* const sources[source_count] = {gemv_metal, dequantize_metal};
+const char* const sources[source_count] = {gemv_metal,  dequantize_metal, rows_metal,
+                                           tiles_metal, matmul_metal,     transposed_metal};
 
 // One small library per source and format, so that the first token waits for the few kernels it needs. Called with
 // the lock held.
@@ -25,14 +26,17 @@ id<MTLLibrary> library(id<MTLDevice> device, Source source, int format) {
   return kept;
 }
 
-id<MTLComputePipelineState> make_pipeline(const Kernel& kernel) {
+id<MTLDevice> device_or_throw() {
   id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
   TORCH_CHECK(device, "torch_qgemv: there is no Metal device");
-  id<MTLLibrary> compiled = library(device, source_of(kernel.family), kernel.format);
-  id<MTLComputePipelineState> state = pipeline_of(device, compiled, kernel.name());
+  return device;
+}
+
+id<MTLComputePipelineState> make_pipeline(id<MTLDevice> device, id<MTLLibrary> compiled, const char* kernel) {
+  id<MTLComputePipelineState> state = pipeline_of(device, compiled, kernel);
   TORCH_CHECK(state.threadExecutionWidth == simd_width && state.maxTotalThreadsPerThreadgroup >= max_threads_per_group,
               "torch_qgemv: this GPU has SIMD-groups of ", state.threadExecutionWidth, " lanes and threadgroups of ",
-              state.maxTotalThreadsPerThreadgroup, "; kernel ", kernel.name(), " needs ", uint32_t(simd_width), " and ",
+              state.maxTotalThreadsPerThreadgroup, "; kernel ", kernel, " needs ", uint32_t(simd_width), " and ",
               max_threads_per_group);
   return state;
 }
@@ -49,12 +53,19 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel) {
     state = kept.load(std::memory_order_relaxed);
     if (!state) {
       @autoreleasepool {
-        state = make_pipeline(kernel);
+        id<MTLDevice> device = device_or_throw();
+        state = make_pipeline(device, library(device, source_of(kernel.family), kernel.format), kernel.name());
       }
       kept.store(state, std::memory_order_release);
     }
   }
   return (id<MTLComputePipelineState>)state;
+}
+
+id<MTLComputePipelineState> self_test_pipeline(const char* kernel) {
+  id<MTLDevice> device = device_or_throw();
+  id<MTLLibrary> compiled = [compile(device, self_test_metal, nil, "the self-test") autorelease];
+  return make_pipeline(device, compiled, kernel);
 }
 
 }  // namespace qgemv::mps

@@ -33,10 +33,23 @@ def every_shape(quant_type: str) -> str:
     return f"test_mps.py::test_every_kernel_in_every_shape[mps-sim-{quant_type}-float]"
 
 
+def several_rows(quant_type: str) -> str:
+    return f"test_mps_matmul.py::test_every_kernel[mps-sim-{quant_type}-half]"
+
+
+ROWS, TILES, MATMUL = "metal/rows.h", "metal/tiles.h", "metal/matmul.h"
+LOOP = "for (uint step = 0; step < side.steps; ++step) {"
+FIRST_BARRIER = f"{LOOP}\n    threadgroup_barrier(mem_flags::mem_threadgroup);"
+FLOAT = several_rows("Q4_0").replace("half", "float")
+LONG_SUMS = "test_mps_matmul.py::test_sums_over_long_rows[mps-sim-Q8_0-4096]"
+
 RUNS = "test_mps.py::test_the_kernel_that_runs[mps-sim-Q4_0-float]"
 IN_PLACE = "test_mps.py::test_buffers_are_bound_in_place[mps-sim]"
 THOUSAND = "test_mps.py::test_a_thousand_calls_share_an_encoder_and_leave_nothing[mps-sim]"
-ONE_LAUNCH = "test_mps.py::test_up_to_eight_rows_are_one_launch[mps-sim-{}]"
+ONE_ROW = "test_mps.py::test_one_row_is_one_launch[mps-sim]"
+BY_ROWS = "test_mps_matmul.py::test_one_launch_whatever_the_rows[mps-sim-{}]"
+OTHER_LANES = "test_mps_matmul.py::test_tiles_run_only_where_the_order_of_the_lanes_is_known[1-matmul32]"
+GRADIENT = "test_mps_matmul.py::test_every_transposed_kernel[mps-sim-Q4_0-half]"
 MADE_ONCE = "test_mps.py::test_a_pipeline_is_made_once[mps-sim]"
 
 FAULTS = [
@@ -50,8 +63,8 @@ FAULTS = [
     Fault(
         "buffers swapped",
         LAUNCHER,
-        "{bind(weight), bind(rows), bias_or_any, bind(y)}",
-        "{bind(rows), bind(weight), bias_or_any, bind(y)}",
+        "{bind(weight), bind(x), bias_or_any, bind(y)}",
+        "{bind(x), bind(weight), bias_or_any, bind(y)}",
         IN_PLACE,
     ),
     Fault(
@@ -66,14 +79,46 @@ FAULTS = [
         "csrc/mps/launch_plan.h",
         "(uint64_t(w.N) + rows_per_group - 1) / rows_per_group",
         "uint64_t(w.N) / rows_per_group",
-        ONE_LAUNCH.format(1),
+        ONE_ROW,
     ),
     Fault("no clamp of the tail's loads", GEMV, "min(first + r, p.N - 1)", "(first + r)", every_shape("Q4_0")),
     Fault("no bound of the stores", GEMV, "lane == r && first + r < p.N", "lane == r", every_shape("Q4_0")),
     Fault("every lane stores", GEMV, "lane == r && first + r < p.N", "first + r < p.N", every_shape("Q4_0")),
     Fault("wrong bias index", GEMV, "p.bias_type, first + r)", "p.bias_type, r)", every_shape("Q4_0")),
-    Fault("x stride dropped", GEMV, "x + group.y * p.x_stride", "x", ONE_LAUNCH.format(2)),
-    Fault("row of y dropped", GEMV, "y[ulong(group.y) * p.N + first + r]", "y[first + r]", ONE_LAUNCH.format(2)),
+    Fault("rows: x stride dropped", ROWS, "x + m * p.x_stride", "x", several_rows("Q4_0")),
+    Fault("rows: a sum of the wrong row", ROWS, "simd_sum(total[r][m])", "simd_sum(total[r][0])", several_rows("Q4_0")),
+    Fault("rows: no clamp of the tail's loads", ROWS, "min(first + r, p.N - 1)", "(first + r)", several_rows("Q4_0")),
+    Fault("tiles: no clamp of x", TILES, "min(m, p.M - 1)", "m", several_rows("Q4_0")),
+    Fault("tiles: x behind the end of K", TILES, "there ? v[k] : 0.0f", "v[k]", several_rows("Q4_0")),
+    Fault("tiles: products lost", TILES, "if (!part.apart) part.take_products();", "", BY_ROWS.format(8)),
+    Fault("tiles whatever the lanes' order", "csrc/mps/self_test.mm", "lane == 1.0f", "true", OTHER_LANES),
+    Fault("matmul: no barrier before a step", MATMUL, FIRST_BARRIER, LOOP, several_rows("Q4_0")),
+    Fault("matmul: a row of x too many", MATMUL, "m < p.M && n", "n", several_rows("Q4_0")),
+    Fault("matmul: a sum never moved", MATMUL, "if (products.apart) products", "if (false) products", FLOAT),
+    Fault("matmul: sums never apart", MATMUL, "step % 4 == 3", "false", LONG_SUMS),
+    Fault(
+        "transposed: weights behind the end of N",
+        MATMUL,
+        "min(32 * step + thread_index % 32, N - 1)",
+        "ulong(32 * step + thread_index % 32)",
+        GRADIENT,
+    ),
+    Fault(
+        "transposed: quads out of order",
+        MATMUL,
+        "P::quad(column % piece_size / 4)",
+        "column % piece_size / 4 * 4",
+        GRADIENT.replace("Q4_0", "Q6_K"),
+    ),
+    Fault(
+        "a gradient's last columns not zero",
+        LAUNCHER,
+        "padded.narrow(1, 0, N)",
+        "padded.fill_(1).narrow(1, 0, N)",
+        GRADIENT,
+    ),
+    Fault("high bits of Q5_K pieces", "metal/decode8.h", "(f << 7)", "(f << 6)", several_rows("Q5_K")),
+    Fault("offset of Q8_0 pieces", "metal/decode8.h", "-float(S::code_bias)", "-127.0f", several_rows("Q8_0")),
     Fault(
         "no barrier behind the table of IQ4_XS",
         "metal/lanes/iq4.h",

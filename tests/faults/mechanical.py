@@ -11,9 +11,10 @@ from .sandbox import Outcome, Trouble
 # Those that see most of the launcher in little time.
 LAUNCHER_TESTS = [
     *("tests/test_mps.py", "tests/test_linear.py", "tests/test_embedding.py", "tests/test_dequantize.py"),
-    *("tests/test_gradients.py", "-k"),
-    "up_to_eight or buffers or copied_only or launch_nothing or is_no_row or thousand or made_once"
-    " or (that_runs and Q4_0) or are_unpacked or unpacking or 16_bits or strided_x or leading"
+    *("tests/test_gradients.py", "tests/test_mps_matmul.py", "-k"),
+    "one_row or one_launch or in_place or buffers or copied_only"
+    " or launch_nothing or is_no_row or thousand or made_once"
+    " or (that_runs and Q4_0) or 16_bits or strided_x or leading"
     " or (views_of_weight and Q4_K) or index_shapes or test_bias or views_of_a_packed"
     " or (gradient_of_x_for_every_format and Q4_K) or beyond_the_largest_tile or of_nothing or of_strided_tensors",
 ]

@@ -1,4 +1,4 @@
-"""Operations per weight in the hot loop of each gemv kernel, and their cost on an Apple GPU by a published model.
+"""Operations per weight in the hot loop of each linear kernel, and their cost on an Apple GPU by a published model.
 
 The kernels are compiled as C++ for OpenCL (../msl_check), and the instructions of LLVM's optimised code counted: not
 Apple's compiler, but the same kind. `python tests/metal_cost` prints the table; table.txt is its committed copy.
@@ -22,15 +22,24 @@ OPTIMISE = [
     *("-Wno-everything", "-O3", "-ffp-contract=off", "-fno-vectorize", "-fno-slp-vectorize"),
     *("-mllvm", "-unroll-threshold=20000", "-mllvm", "-inline-threshold=1000000", "-S", "-emit-llvm"),
 ]
+# {source: (its kernels' template parameters, weights that a lane uses up in one pass of the loop)}
+WEIGHTS_OF_ONE_PASS = {
+    "gemv": ("typename F, typename L, typename T", "rows_per_simdgroup * F::block_size / L::lanes"),
+    "rows": ("typename F, typename S, typename T, int M", "rows_outputs * piece_size"),
+    "matmul": ("typename Side, typename T, int R", "matmul_outputs * piece_size / (2 * R)"),
+    "transposed": ("typename Side, typename T, int R", "matmul_outputs * piece_size / (2 * R)"),
+    "tiles": ("typename F, typename S, typename T", "tiles_outputs / 8 * 2 * piece_size"),
+}
 COLUMNS = (*llvm.COUNTED, "cycles")
 LEGEND = """\
-Operations per weight in the hot loop of the gemv kernels: a lane's instructions of one pass, divided by the weights
-that they use up. Made by `python tests/metal_cost --write`.
+Operations per weight in the hot loops: a lane's instructions of one pass, divided by the weights that they use up for
+all rows of x together. Made by `python tests/metal_cost --write`.
   float    add, multiply, multiply-add        int    and, or, add, compare, select
   convert  integer <-> float                  shift  shift, integer multiply
-  load     of any width
+  load     of any width; not of a lane's own memory
   cycles   max(4 * (convert + shift), float + convert + int + shift): conversions, shifts and integer multiplies take
            four cycles of a pipe beside the others, by public measurements of M1-generation GPUs. No time of memory.
+An 8x8 matrix product counts as the 16 multiply-adds a lane that it does.
 Not counted: moves between half and float, of 16 bits within a word, addresses.
 """
 
@@ -48,19 +57,21 @@ def compiler() -> str:
 
 
 def table(formats: list[str]) -> str:
-    """The table of all gemv kernels of these formats, below a head that names the compiler."""
+    """The table of all kernels of these formats, below a head that names the compiler."""
     lines = [f"compiler: {compiler()}", "", LEGEND, f"{'kernel':28}" + "".join(f"{name:>9}" for name in COLUMNS)]
-    for name in formats:
-        for kernel, costs in measure(name).items():
-            lines.append(f"{kernel:28}" + "".join(f"{costs[column]:9.3f}" for column in COLUMNS))
+    for family in WEIGHTS_OF_ONE_PASS:
+        for name in formats:
+            for kernel, costs in measure(family, name).items():
+                lines.append(f"{kernel:28}" + "".join(f"{costs[column]:9.3f}" for column in COLUMNS))
     return "\n".join(lines) + "\n"
 
 
-def measure(quant_type: str) -> dict[str, dict[str, float]]:
-    """{kernel: {column: operations per weight}} of the gemv kernels of one format."""
-    source, macros = metal_sources()["gemv"], {"QGEMV_FORMAT": quant_type}
+def measure(family: str, quant_type: str) -> dict[str, dict[str, float]]:
+    """{kernel: {column: operations per weight}} of the kernels of one source (gemv, ...) and format."""
+    source, macros = metal_sources()[family], {"QGEMV_FORMAT": quant_type}
     kernels = list(translate.INSTANTIATION.finditer(msl_check.preprocess(source, macros)))
-    module = compile_to_llvm(msl_check.as_opencl(source + _weights_of_one_pass(kernels), macros))
+    constants = _weights_of_one_pass(kernels, WEIGHTS_OF_ONE_PASS[family])
+    module = compile_to_llvm(msl_check.as_opencl(source + constants, macros))
     weights = [int(n) for n in re.findall(r"^@\w*weights_\d+\w* = .* constant i32 (\d+)", module, re.M)]
     # All come out in the order of the source.
     return {
@@ -69,10 +80,10 @@ def measure(quant_type: str) -> dict[str, dict[str, float]]:
     }
 
 
-def _weights_of_one_pass(kernels) -> str:
+def _weights_of_one_pass(kernels, formula: tuple[str, str]) -> str:
     """Constants, read back from LLVM's code: how many weights a lane uses up in one pass of each kernel's loop."""
-    lines = ["template <typename F, typename L, typename T> struct OnePass {",
-             "  enum { weights = rows_per_simdgroup * F::block_size / L::lanes };", "};"]  # fmt: skip
+    parameters, weights = formula
+    lines = [f"template <{parameters}> struct OnePass {{ enum {{ weights = {weights} }}; }};"]
     for i, kernel in enumerate(kernels):
         arguments = kernel["function"].split("<", 1)[1]
         lines.append(f"extern constant uint weights_{i};")

@@ -12,10 +12,15 @@ OPERATIONS = {
     **dict.fromkeys(("shl", "lshr", "ashr", "mul"), "shift"),
     "load": "load",
 }
+OWN_MEMORY = "addrspace(5)"
+MATRIX_PRODUCT, MATRIX_PRODUCT_FLOATS = "msl_matrix_product", 16  # multiply-adds a lane: 8 * 8 * 8 / 32
 CALLS = {
     r"@llvm\.(fma|fmuladd|fabs|minnum|maxnum|floor|rint)\.": "float",
     r"@llvm\.(umin|umax|smin|smax|abs)\.": "int",
     r"@llvm\.(fshl|fshr)\.": "shift",
+    MATRIX_PRODUCT: "float",
+    r"msl_matrix_load": "load",
+    r"threadgroup_barrier": None,
     r"@llvm\.(lifetime|assume|experimental\.noalias)": None,
 }
 # Not counted: moves between registers and within one, changes of width, and addresses.
@@ -44,8 +49,9 @@ def hot_loop(body: str) -> list[str]:
     """The lines of a function's longest loop. Raises ValueError where it has none, or one with another loop inside."""
     blocks = _blocks(body)
     order = {label: i for i, label in enumerate(blocks)}
-    # A jump back is the end of a loop: LLVM prints a loop's first block before the others.
-    back = [(label, to) for label, block in blocks.items() for to in block.next if order[to] <= order[label]]
+    # A jump back to where it can be reached from is the end of a loop, whose first block LLVM prints before the others.
+    jumps = [(label, to) for label, block in blocks.items() for to in block.next if order[to] <= order[label]]
+    back = [(label, to) for label, to in jumps if label in _reached(blocks, to)]
     loops = {head: _loop(blocks, head, [end for end, to in back if to == head]) for _, head in back}
     if not loops:
         raise ValueError("the kernel has no loop")
@@ -69,6 +75,17 @@ def _blocks(body: str) -> dict[str, Block]:
     return blocks
 
 
+def _reached(blocks: dict[str, Block], start: str) -> set[str]:
+    """The blocks that can follow a block, itself included."""
+    seen, todo = set(), [start]
+    while todo:
+        label = todo.pop()
+        if label not in seen:
+            seen.add(label)
+            todo += blocks[label].next
+    return seen
+
+
 def _loop(blocks: dict[str, Block], head: str, ends: list[str]) -> set[str]:
     """The blocks from which the loop's ends are reached without passing its head."""
     before = {label: [other for other, block in blocks.items() if label in block.next] for label in blocks}
@@ -90,8 +107,10 @@ def count(lines: list[str]) -> Counter:
             continue
         name, rest = instruction.groups()
         kind = _kind(name, rest)
-        if kind == "load":
-            counts[kind] += 1
+        if name == "call" and MATRIX_PRODUCT in rest:
+            counts["float"] += MATRIX_PRODUCT_FLOATS
+        elif kind == "load":
+            counts[kind] += OWN_MEMORY not in rest
         elif kind:
             vector = VECTOR.search(rest.split(",")[0])
             counts[kind] += int(vector[1]) if vector else 1

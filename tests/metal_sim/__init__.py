@@ -37,6 +37,7 @@ __all__ = [
     "install_or_skip",
     "launch",
     "load",
+    "other_matrix_lanes",
     "without_selectors",
 ]
 
@@ -166,6 +167,17 @@ def without_selectors(*names: str):
     finally:
         for name in names:
             runtime.hide_selector(name, False)
+
+
+@contextlib.contextmanager
+def other_matrix_lanes(order: int = 1):
+    """Inside, lane i holds the elements of 8x8 matrices that are lane i ^ order's on Apple's GPUs so far."""
+    runtime = install()
+    runtime.set_matrix_lane_order(order)
+    try:
+        yield
+    finally:
+        runtime.set_matrix_lane_order(0)
 
 
 def launch(

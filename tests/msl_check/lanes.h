@@ -56,13 +56,22 @@ struct simdgroup_matrix {
   thread storage_type& thread_elements() { return *(thread storage_type*)&elements; }
 };
 template <typename T, int rows, int columns>
-simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix(T value);
+MSL_INLINE simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, rows, columns> filled;
+  filled.elements = vec<T, 2>(value);
+  return filled;
+}
 template <typename T, int rows, int columns>
 simdgroup_matrix<T, rows, columns> make_diagonal_simdgroup_matrix(T value);
+// Matrices are passed by value, so that they need not lie in memory where the kernels are counted.
 #define MSL_MATRIX_MEMORY(space)                                                                                       \
   template <typename T>                                                                                                \
-  MSL_TOGETHER void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& to, const space T* from, ulong per_row = 8,       \
-                                   ulong2 origin = 0, bool transposed = false);                                        \
+  MSL_TOGETHER vec<T, 2> msl_matrix_load(const space T* from, ulong per_row, ulong2 origin, bool transposed);          \
+  template <typename T>                                                                                                \
+  MSL_INLINE void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& to, const space T* from, ulong per_row = 8,         \
+                                 ulong2 origin = 0, bool transposed = false) {                                         \
+    to.elements = msl_matrix_load(from, per_row, origin, transposed);                                                  \
+  }                                                                                                                    \
   template <typename T>                                                                                                \
   MSL_TOGETHER void simdgroup_store(simdgroup_matrix<T, 8, 8> from, space T* to, ulong per_row = 8, ulong2 origin = 0, \
                                     bool transposed = false);
@@ -70,11 +79,17 @@ MSL_MATRIX_MEMORY(device)
 MSL_MATRIX_MEMORY(threadgroup)
 #undef MSL_MATRIX_MEMORY
 template <typename D, typename A, typename B, typename C>
-MSL_TOGETHER void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                                simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c);
+MSL_TOGETHER __attribute__((const)) vec<D, 2> msl_matrix_product(vec<A, 2> a, vec<B, 2> b, vec<C, 2> c);
+template <typename D, typename A, typename B, typename C>
+MSL_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+                                              simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c) {
+  d.elements = msl_matrix_product<D>(a.elements, b.elements, c.elements);
+}
 template <typename D, typename A, typename B>
-MSL_TOGETHER void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                     simdgroup_matrix<B, 8, 8> b);
+MSL_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+                                   simdgroup_matrix<B, 8, 8> b) {
+  d.elements = msl_matrix_product<D>(a.elements, b.elements, vec<D, 2>(0));
+}
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "../../csrc/mps/bench_plan.h"
+#include "../../csrc/mps/matmul_plan.h"
 
 using namespace qgemv;
 using namespace qgemv::mps;
@@ -46,7 +47,8 @@ extern "C" {
 // What the launcher does for `linear`.
 void plan_linear(const Product* p, Launch* launch) {
   const uint32_t bias = p->bias ? float_bias : no_bias;
-  fill(launch, [&] { return plan_gemv(weight_of(*p), p->M, p->K, Dtype(p->dtype), bias); });
+  const Rows x{p->M, p->K, Dtype(p->dtype)};
+  fill(launch, [&] { return plan_linear(weight_of(*p), x, bias, /*lane_order_known=*/true); });
 }
 void plan_published(const Product* p, Launch* launch) {
   fill(launch, [&] { return plan_published(weight_of(*p), Dtype(p->dtype)); });

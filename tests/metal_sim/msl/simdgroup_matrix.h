@@ -5,11 +5,19 @@ namespace metal {
 
 // Which two elements a lane holds is opaque in MSL. This is the placement that was observed on Apple's GPUs and that
 // public kernels (MLX's steel) rely on: elements (row, column) and (row, column + 1).
+// (msl_matrix_lane is the lane itself, unless a test asks for another placement.)
 struct msl_matrix_place {
   uint row, column;
-  explicit msl_matrix_place(uint lane)
-      : row((lane / 16) * 4 + lane / 2 % 4), column((lane / 8 % 2) * 4 + lane % 2 * 2) {}
+  explicit msl_matrix_place(uint lane) {
+    lane = msl_matrix_lane(lane);
+    row = lane / 16 * 4 + lane / 2 % 4;
+    column = lane / 8 % 2 * 4 + lane % 2 * 2;
+  }
 };
+// The lane that holds an element.
+MSL_UNCHECKED uint msl_matrix_holder(uint row, uint column) {
+  return msl_matrix_lane(row / 4 * 16 + row % 4 * 2 + column / 4 * 8 + column % 4 / 2);
+}
 
 template <typename T, int rows = 8, int columns = 8>
 struct simdgroup_matrix {
@@ -73,14 +81,12 @@ MSL_INLINE void simdgroup_store(simdgroup_matrix<M> m, T* to, ulong elements_per
   for (uint i = 0; i < 2; ++i) *msl_matrix_element(to, elements_per_row, origin, transposed, i) = m.elements[i];
 }
 
+// An element of the matrix that the lanes have put into a word of their slots.
 template <typename T>
-MSL_UNCHECKED void msl_gather_matrix(const simdgroup_matrix<T>& m, const MslSlot* slots, int word, float (&all)[8][8]) {
-  for (uint lane = 0; lane < 32; ++lane) {
-    const msl_matrix_place at(lane);
-    vec<T, 2> two;
-    __builtin_memcpy(&two, &slots[lane].word[word], sizeof two);
-    for (uint i = 0; i < 2; ++i) all[at.row][at.column + i] = (float)two[i];
-  }
+MSL_UNCHECKED float msl_matrix_value(const MslSlot* slots, int word, uint row, uint column) {
+  vec<T, 2> two;
+  __builtin_memcpy(&two, &slots[msl_matrix_holder(row, column)].word[word], sizeof two);
+  return (float)two[column % 2];
 }
 
 // d = a b + c, summed in float in the order of k. (Apple does not document its order.)
@@ -92,13 +98,13 @@ MSL_UNCHECKED void msl_multiply(simdgroup_matrix<D>& d, simdgroup_matrix<A> a, s
   __builtin_memcpy(&mine.word[1], &b.elements, sizeof b.elements);
   const MslSlot* slots = msl_gather(mine, name, line, place);
   if (msl_active_lanes() < 32) msl_fault("a matrix operation in a SIMD-group of fewer than 32 threads", place);
-  float left[8][8], right[8][8];
-  msl_gather_matrix(a, slots, 0, left);
-  msl_gather_matrix(b, slots, 1, right);
   const msl_matrix_place at(msl_lane());
   for (uint i = 0; i < 2; ++i) {
     float sum = (float)c.elements[i];
-    for (int k = 0; k < 8; ++k) sum = __builtin_fmaf(left[at.row][k], right[k][at.column + i], sum);
+    for (uint k = 0; k < 8; ++k) {
+      const float left = msl_matrix_value<A>(slots, 0, at.row, k);
+      sum = __builtin_fmaf(left, msl_matrix_value<B>(slots, 1, k, at.column + i), sum);
+    }
     d.elements[i] = (D)sum;
   }
 }

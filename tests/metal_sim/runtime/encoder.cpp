@@ -13,7 +13,7 @@ std::vector<Dispatch> recorded;
 
 void check_usable(const Encoder* encoder) {
   if (encoder->ended) throw Fault("the encoder is used after its end: ask the stream for commandEncoder() anew");
-  if (!on_stream_queue()) throw Fault("the encoder is used outside the stream's queue (dispatch_sync_with_rethrow)");
+  if (!encoder->later && !on_stream_queue()) throw Fault("the encoder is used outside the stream's queue (dispatch_sync_with_rethrow)");
 }
 
 int argument_index(uint64_t index) {
@@ -97,13 +97,16 @@ void dispatch(Encoder* self, const Extent& grid, const Extent& groups, const Ext
   record.threadgroup_memory = launch.threadgroup_memory;
   // Metal keeps what was bound for the next dispatch, which on PyTorch's shared encoder is anyone's. Forgetting it
   // here makes a launcher that binds too little fail every time.
-  Launch once = std::exchange(launch, {});
-  for (auto& [index, bytes] : record.bytes) once.buffers[index].data = bytes.data();
+  const Work work{std::exchange(launch, {}), std::move(record)};
+  if (self->later) {
+    self->later->push_back(work);
+    return;
+  }
   {
     std::lock_guard<std::mutex> guard(record_mutex);
-    recorded.push_back(record);
+    recorded.push_back(work.record);
   }
-  run(once);
+  run(work);
 }
 
 void dispatch_threadgroups(Encoder* self, S*, Size groups_in, Size threads_in) {
@@ -140,14 +143,24 @@ const ClassObject encoder_class("MTLComputeCommandEncoder",
                                         "popDebugGroup", +[](Encoder*, S*) {}),
                                     method(
                                         "endEncoding",
-                                        +[](Encoder*, S*) {
-                                          throw Fault("endEncoding: the encoder is PyTorch's, which goes on using it");
+                                        +[](Encoder* self, S*) {
+                                          check_usable(self);
+                                          if (!self->later) {
+                                            throw Fault("endEncoding: the encoder is PyTorch's, which goes on using it");
+                                          }
+                                          self->ended = true;
                                         }),
                                 });
 
 }  // namespace
 
-Encoder::Encoder() : Object(encoder_class) {}
+Encoder::Encoder(std::vector<Work>* work) : Object(encoder_class), later(work) {}
+
+void run(const Work& work) {
+  Launch launch = work.launch;
+  for (auto& [index, bytes] : work.record.bytes) launch.buffers[index].data = const_cast<char*>(bytes.data());
+  run(launch);
+}
 
 std::vector<Dispatch> dispatches() {
   std::lock_guard<std::mutex> guard(record_mutex);

@@ -21,10 +21,17 @@ struct Dispatch {  // one launch, for tests that look at what the launcher did
   std::map<int, size_t> threadgroup_memory;
 };
 
-struct Encoder : Object {
-  Encoder();
+struct Work {  // a launch to be made, and what it has bound
   Launch launch;
   Dispatch record;
+};
+void run(const Work& work);
+
+struct Encoder : Object {
+  explicit Encoder(std::vector<Work>* later = nullptr);
+  Launch launch;
+  Dispatch record;
+  std::vector<Work>* later;  // of a launcher's own command buffer; none: PyTorch's, whose work is done at once
   bool ended = false;
   void forget() {  // what was bound
     launch = {};

@@ -321,6 +321,8 @@ void run(const Launch& launch) {
 
 }  // namespace metal_sim
 
+unsigned metal_sim::matrix_lane_order = 0;
+
 // ---- What kernels call ---------------------------------------------------------------------------------------------
 
 using namespace metal_sim;
@@ -328,6 +330,8 @@ using namespace metal_sim;
 extern "C" {
 
 unsigned msl_lane() { return machine.current->arguments.ids[thread_index_in_simdgroup][0]; }
+
+unsigned msl_matrix_lane(unsigned lane) { return lane ^ matrix_lane_order; }
 
 unsigned msl_active_lanes() {
   const size_t first = machine.index(machine.current) / simd_width * simd_width;

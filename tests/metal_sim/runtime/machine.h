@@ -32,6 +32,9 @@ struct Launch {
 // Throws Fault. Launches of several threads run one after the other.
 void run(const Launch& launch);
 
+// Lane i of a SIMD-group holds the elements of 8x8 matrices that are lane i ^ matrix_lane_order's on Apple's GPUs so far.
+extern unsigned matrix_lane_order;
+
 // For the functions that kernels call. Ends the launch: run() throws what is said here.
 [[noreturn]] void fault(const std::string& what, void* place);
 [[noreturn]] void fault_at(const std::string& what, const std::string& position);

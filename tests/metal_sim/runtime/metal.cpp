@@ -201,6 +201,8 @@ const ClassObject device_class(
                      method(
                          "maxBufferLength", +[](Object*, S*) { return uint64_t(16) << 30; }),
                      method(
+                         "newCommandQueue", +[](Object*, S*) { return new_queue(); }),
+                     method(
                          "newBufferWithLength:options:",
                          +[](Object*, S*, uint64_t length, uint64_t) -> Object* { return new Buffer(length); }),
                  });

@@ -44,5 +44,6 @@ struct Pipeline : Object {  // keeps what it needs of the function, not the func
 };
 
 Object* device();
+Object* new_queue();  // a command queue of a launcher's own
 
 }  // namespace metal_sim

@@ -66,6 +66,7 @@ PYBIND11_MODULE(metal_sim_runtime, m) {
   m.def("stream_counters", &stream_counters);
   m.def("live_objects", &live_objects);
   m.def("hide_selector", &hide_selector);
+  m.def("set_matrix_lane_order", [](unsigned order) { matrix_lane_order = order; });
   m.def("clear", [] {
     clear_dispatches();
     clear_stream_counters();

@@ -65,7 +65,9 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
 @end
 @protocol MTLSharedEvent <NSObject>
 @end
+@protocol MTLCommandBuffer;
 @protocol MTLCommandQueue <NSObject>
+- (id<MTLCommandBuffer>)commandBuffer;
 @end
 @protocol MTLComputePipelineState <NSObject>
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
@@ -84,6 +86,7 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error;
+- (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
 @end
 @protocol MTLCommandEncoder <NSObject>
@@ -100,6 +103,7 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceOptions) {
 - (void)dispatchThreads:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads;
 @end
 @protocol MTLCommandBuffer <NSObject>
+@property(readonly) NSError* error;
 - (void)commit;
 - (void)waitUntilCompleted;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;

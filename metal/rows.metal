@@ -1,0 +1,14 @@
+// The kernels rows<M>_<format>_<type>, and those with _plain behind, of the format that the macro QGEMV_FORMAT names.
+#include "rows.h"
+
+namespace qgemv {
+
+#define ROWS(name, F, S, T, M) template [[host_name(name)]] [[kernel]] decltype(rows<F, S, T, M>) rows<F, S, T, M>;
+#define ROWS_BOTH(F, T, M)                        \
+  ROWS("rows" #M "_" #F "_" #T, F, Aligned, T, M) \
+  ROWS("rows" #M "_" #F "_" #T "_plain", F, Anywhere, T, M)
+#define ROWS_TYPES(F, M) ROWS_BOTH(F, float, M) ROWS_BOTH(F, half, M) ROWS_BOTH(F, bfloat, M)
+#define ROWS_FORMAT(F) ROWS_TYPES(F, 2) ROWS_TYPES(F, 3) ROWS_TYPES(F, 4)
+ROWS_FORMAT(QGEMV_FORMAT)
+
+}  // namespace qgemv

@@ -1,0 +1,16 @@
+// The kernels transposed<R>_<format>_<type>, and those with _plain behind, of the format that the macro QGEMV_FORMAT
+// names: tiles of R = 32 or 64 rows.
+#include "matmul.h"
+
+namespace qgemv {
+
+#define TILE(name, F, S, T, R) \
+  template [[host_name(name)]] [[kernel]] decltype(matmul<Transposed<F, S>, T, R>) matmul<Transposed<F, S>, T, R>;
+#define TILE_BOTH(F, T, R)                              \
+  TILE("transposed" #R "_" #F "_" #T, F, Aligned, T, R) \
+  TILE("transposed" #R "_" #F "_" #T "_plain", F, Anywhere, T, R)
+#define TILE_TYPES(F, R) TILE_BOTH(F, float, R) TILE_BOTH(F, half, R) TILE_BOTH(F, bfloat, R)
+#define TILE_FORMAT(F) TILE_TYPES(F, 32) TILE_TYPES(F, 64)
+TILE_FORMAT(QGEMV_FORMAT)
+
+}  // namespace qgemv
