@@ -83,10 +83,10 @@ struct Load16<IQ4_XS, Aligned> {
 template <typename P, typename T>
 inline void load_x_of(device const T* x_piece, int i, thread float* x) {
   if (P::quad(2 * i + 1) == P::quad(2 * i) + 4) {
-    load_x<8>(x_piece + P::quad(2 * i), x);
+    load_floats<8>(x_piece + P::quad(2 * i), x);
   } else {
-    load_x<4>(x_piece + P::quad(2 * i), x);
-    load_x<4>(x_piece + P::quad(2 * i + 1), x + 4);
+    load_floats<4>(x_piece + P::quad(2 * i), x);
+    load_floats<4>(x_piece + P::quad(2 * i + 1), x + 4);
   }
 }
 

@@ -1,5 +1,5 @@
 // The kernels dequantize_<format>_<type> and embedding_<format>_<type>, and those with _plain behind, of the format
-// that the macro QGEMV_FORMAT names. A thread makes 16 weights.
+// that the macro QGEMV_FORMAT names, for the type QGEMV_TYPE or for all. A thread makes 16 weights.
 #pragma METAL fp contract(off)  // bit-equal to gguf: the product is rounded before the minimum is taken off
 #include "storage.h"
 
@@ -46,8 +46,7 @@ kernel void embedding(device const uchar* weight [[buffer(0)]], device const uch
 #define BOTH(function, F, T)                                    \
   INSTANTIATE(function, #function "_" #F "_" #T, F, Aligned, T) \
   INSTANTIATE(function, #function "_" #F "_" #T "_plain", F, Anywhere, T)
-#define TYPES(function, F) BOTH(function, F, float) BOTH(function, F, half) BOTH(function, F, bfloat)
-#define FORMAT(F) TYPES(dequantize, F) TYPES(embedding, F)
-FORMAT(QGEMV_FORMAT)
+QGEMV_EACH_TYPE(BOTH, dequantize, QGEMV_FORMAT)
+QGEMV_EACH_TYPE(BOTH, embedding, QGEMV_FORMAT)
 
 }  // namespace qgemv

@@ -1,10 +1,14 @@
 // y = x W^T + bias for one row of x: the skeleton that all formats share. Rows of x are the grid's second dimension.
 //
-// A SIMD-group makes rows_per_simdgroup outputs. L::lanes of its 32 lanes share a block, the next ones take the next
-// block, and all go on by `step` blocks until the row ends. Then the lanes' sums are added.
+// A SIMD-group makes `rows` outputs. L::lanes of its 32 lanes share a block, the next ones take the next block, and all
+// go on by `step` blocks until the row ends. Then the lanes' sums are added. Where `splits` SIMD-groups share the
+// outputs, each takes 32 / L::lanes blocks in turn, and their sums meet in threadgroup memory.
 #pragma once
 #include "bias.h"
 #include "lanes/iq4.h"
+#include "lanes/q2_k.h"
+#include "lanes/q3_k.h"
+#include "lanes/q4_0.h"
 #include "lanes/q4_k.h"
 #include "lanes/q5_k.h"
 #include "lanes/q6_k.h"
@@ -12,49 +16,86 @@
 
 namespace qgemv {
 
-// Adds this lane's part of the outputs first .. first + rows_per_simdgroup - 1 to total.
-template <typename F, typename L, typename T>
+// Adds this lane's part of the outputs first .. first + rows - 1 to total. `stream` counts the groups of L::lanes lanes
+// that share the outputs, `streams` says how many there are.
+template <typename F, typename L, typename T, uint rows>
 inline void accumulate(thread L& part, device const uchar* weight, device const T* x, constant LinearParams& p,
-                       uint first, uint lane, thread float* total) {
-  const uint blocks = p.K / F::block_size, step = simd_width / L::lanes, start = lane / L::lanes;
-  const uint block_bytes = sizeof(typename F::Block);
-  device const uchar* at[rows_per_simdgroup];
+                       uint first, uint stream, uint streams, thread float* total) {
+  const uint blocks = p.K / F::block_size, block_bytes = sizeof(typename F::Block), last = p.N - 1;
+  first = min(first, last);  // past the last row: that one
+  weight += ulong(first) * p.row_bytes + stream * block_bytes;
+  x += stream * F::block_size;
+  uint at[rows];  // 32 bits, from a 64-bit address: registers are short
+  typename L::Data next[rows];
 #pragma unroll
-  for (uint r = 0; r < rows_per_simdgroup; ++r) {
-    at[r] = weight + ulong(min(first + r, p.N - 1)) * p.row_bytes + start * block_bytes;  // past the last row: that one
+  for (uint r = 0; r < rows; ++r) at[r] = min(r, last - first) * uint(p.row_bytes);
+  if (L::ahead) {
+    // A lane without a block reads the last one, and doesn't use it.
+    device const uchar* start = weight - stream * block_bytes + min(stream, blocks - 1) * block_bytes;
+#pragma unroll
+    for (uint r = 0; r < rows; ++r) next[r] = part.fetch(start + at[r]);
   }
-  x += start * F::block_size;
-  for (uint b = start; b < blocks; b += step) {
-    part.load(x);
+  for (uint b = stream; b < blocks; b += streams) {
+    typename L::Data now[rows];
+    if (L::ahead) {
+      weight += b + streams < blocks ? streams * block_bytes : 0;
 #pragma unroll
-    for (uint r = 0; r < rows_per_simdgroup; ++r) {
-      total[r] += part.dot(at[r]);
-      at[r] += step * block_bytes;
+      for (uint r = 0; r < rows; ++r) {
+        now[r] = next[r];
+        next[r] = part.fetch(weight + at[r]);
+      }
+    } else {
+#pragma unroll
+      for (uint r = 0; r < rows; ++r) now[r] = part.fetch(weight + at[r]);
+      weight += streams * block_bytes;
     }
-    x += step * F::block_size;
+    part.load(x);
+    // In two loops, so that one row's sums need not wait for another's.
+    typename L::Sums sums[rows];
+#pragma unroll
+    for (uint r = 0; r < rows; ++r) sums[r] = part.dot(now[r]);
+#pragma unroll
+    for (uint r = 0; r < rows; ++r) total[r] = part.add(now[r], sums[r], total[r]);
+    x += streams * F::block_size;
   }
 }
 
-template <typename F, typename L, typename T>
-kernel void gemv(device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]],
-                 device const uchar* bias [[buffer(2)]], device T* y [[buffer(3)]],
-                 constant LinearParams& p [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
-                 uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint table[L::table_words + 1];
-  L::fill_table(table, simdgroup * simd_width + lane, simdgroups_per_group * simd_width);
+// Wide lanes where the arithmetic counts most: in the kernel for large N.
+template <typename F, typename S, typename T, uint rows, uint splits>
+using GemvLane = Lane<F, S, T, rows == 8 && splits == 1>;
 
-  const uint first = (group.x * simdgroups_per_group + simdgroup) * rows_per_simdgroup;
-  if (first >= p.N) return;  // the whole SIMD-group leaves together
-  L part(lane % L::lanes, table);
-  float total[rows_per_simdgroup] = {};
-  accumulate<F>(part, weight, x + group.y * p.x_stride, p, first, lane, total);
+template <typename F, typename S, typename T, uint rows, uint simdgroups, uint splits>
+[[kernel, max_total_threads_per_threadgroup(simd_width* simdgroups)]] void gemv(
+    device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]], device const uchar* bias [[buffer(2)]],
+    device T* y [[buffer(3)]], constant LinearParams& p [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  using L = GemvLane<F, S, T, rows, splits>;
+  threadgroup ulong table[L::table_words / 2 + 1];  // aligned for pairs of words
+  threadgroup float partial[splits > 1 ? simdgroups * rows : 1];
+  L::fill_table((threadgroup uint*)table, simdgroup * simd_width + lane, simdgroups * simd_width);
 
+  const uint first = (group.x * (simdgroups / splits) + simdgroup / splits) * rows;
+  if (splits == 1 && first >= p.N) return;  // the whole SIMD-group leaves together
+  L part(lane % L::lanes, (threadgroup const uint*)table);
+  const uint stream = (simdgroup % splits * simd_width + lane) / L::lanes;
+  float total[rows] = {};
+  accumulate<F, L, T, rows>(part, weight, x + group.y * p.x_stride, p, first, stream, splits * simd_width / L::lanes,
+                            total);
+
+  float sum = 0.0f;  // lane r's is output first + r
 #pragma unroll
-  for (uint r = 0; r < rows_per_simdgroup; ++r) {
-    const float sum = simd_sum(total[r]) * L::unit;
-    if (lane == r && first + r < p.N) {
-      y[ulong(group.y) * p.N + first + r] = T(sum + bias_at(bias, p.bias_type, first + r));
-    }
+  for (uint r = 0; r < rows; ++r) {
+    const float all = simd_sum(total[r]) * L::unit;
+    sum = lane == r ? all : sum;
+  }
+  if (splits > 1) {
+    if (lane < rows) partial[simdgroup * rows + lane] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup % splits != 0) return;
+    for (uint i = 1; i < splits && lane < rows; ++i) sum += partial[(simdgroup + i) * rows + lane];
+  }
+  if (lane < rows && first + lane < p.N) {
+    y[ulong(group.y) * p.N + first + lane] = T(sum + bias_at(bias, p.bias_type, first + lane));
   }
 }
 

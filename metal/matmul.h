@@ -101,8 +101,7 @@ struct Transposed {
 // 32 x 32 of the tile, in one SIMD-group.
 template <typename T>
 struct Products {
-  // Float x: each 128 products are summed apart, as one chain of additions over K would cost 1e-6.
-  static constant constexpr bool apart = sizeof(T) == 4;
+  // Each 128 products are summed apart: one chain of additions over K would cost 1e-6.
   simdgroup_matrix<float, 8, 8> product[4][4];  // [columns of y][rows of y]
   float2 sum[4][4];
 
@@ -152,10 +151,8 @@ struct Products {
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        if (apart) {
-          product[n][m].thread_elements()[0] = sum[n][m].x;
-          product[n][m].thread_elements()[1] = sum[n][m].y;
-        }
+        product[n][m].thread_elements()[0] = sum[n][m].x;
+        product[n][m].thread_elements()[1] = sum[n][m].y;
         simdgroup_store(product[n][m], tile + 8 * m * tile_stride + 8 * n, tile_stride, ulong2(0), true);
       }
     }
@@ -198,9 +195,9 @@ kernel void matmul(device const uchar* weight [[buffer(0)]], device const T* x [
     threadgroup_barrier(mem_flags::mem_threadgroup);
     products.template add<Side>(weights + my_outputs * (Side::transposed ? 1 : Side::weight_stride),
                                 xs + my_rows * Step<T>::x_stride);
-    if (products.apart && step % 4 == 3) products.take_products();
+    if (step % 4 == 3) products.take_products();
   }
-  if (products.apart) products.take_products();
+  products.take_products();
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   products.store(weights + my_rows * tile_stride + my_outputs);

@@ -5,11 +5,24 @@
 
 namespace qgemv {
 
-enum : uint32_t {
-  simd_width = 32,          // lanes of a SIMD-group
-  rows_per_simdgroup = 4,   // outputs that a SIMD-group of the gemv kernels makes
-  simdgroups_per_group = 2  // SIMD-groups in one of their threadgroups
-};
+enum : uint32_t { simd_width = 32 };  // lanes of a SIMD-group
+
+// The gemv kernels that there are for every format and type of x, _(arguments..., rows, simdgroups, splits):
+//   rows        outputs that a SIMD-group makes
+//   simdgroups  SIMD-groups in a threadgroup
+//   splits      how many of them share the same outputs, a part of K each
+// csrc/mps/gemv_plan.h chooses, and has the reasons. Weights that aren't aligned have one more kernel, the plain one.
+#define QGEMV_GEMV_SHAPES(_, ...) \
+  _(__VA_ARGS__, 8, 2, 1) _(__VA_ARGS__, 8, 2, 2) _(__VA_ARGS__, 8, 4, 4) _(__VA_ARGS__, 4, 2, 1)
+#define QGEMV_PLAIN_GEMV_SHAPE(_, ...) _(__VA_ARGS__, 4, 2, 1)
+
+// The types of x and y: all, or the one that a library is compiled for.
+#ifdef QGEMV_TYPE
+#define QGEMV_EXPANDED(_, ...) _(__VA_ARGS__)
+#define QGEMV_EACH_TYPE(_, ...) QGEMV_EXPANDED(_, __VA_ARGS__, QGEMV_TYPE)
+#else
+#define QGEMV_EACH_TYPE(_, ...) _(__VA_ARGS__, float) _(__VA_ARGS__, half) _(__VA_ARGS__, bfloat)
+#endif
 
 // Geometry of the kernels for several rows of x.
 enum : uint32_t {

@@ -7,8 +7,7 @@ namespace qgemv {
 #define ROWS_BOTH(F, T, M)                        \
   ROWS("rows" #M "_" #F "_" #T, F, Aligned, T, M) \
   ROWS("rows" #M "_" #F "_" #T "_plain", F, Anywhere, T, M)
-#define ROWS_TYPES(F, M) ROWS_BOTH(F, float, M) ROWS_BOTH(F, half, M) ROWS_BOTH(F, bfloat, M)
-#define ROWS_FORMAT(F) ROWS_TYPES(F, 2) ROWS_TYPES(F, 3) ROWS_TYPES(F, 4)
-ROWS_FORMAT(QGEMV_FORMAT)
+#define ROWS_TYPE(F, T) ROWS_BOTH(F, T, 2) ROWS_BOTH(F, T, 3) ROWS_BOTH(F, T, 4)
+QGEMV_EACH_TYPE(ROWS_TYPE, QGEMV_FORMAT)
 
 }  // namespace qgemv

@@ -17,8 +17,6 @@ template <typename F, typename S, typename T>
 struct TilesLane {
   typedef Piece<F, S> P;
   enum { n_tiles = tiles_outputs / 8, slots = 8, slot_blocks = slots / P::per_block };
-  // Float x: each 128 products are summed apart, as one chain of additions over K would cost 1e-6.
-  static constant constexpr bool apart = sizeof(T) == 4;
 
   Place place;
   uint pieces;
@@ -63,7 +61,7 @@ struct TilesLane {
           simdgroup_multiply_accumulate(product[n], a, b, product[n]);
         }
       }
-      if (apart && i % 2 == 1) take_products();
+      if (i % 2 == 1) take_products();
     }
   }
   template <bool whole>
@@ -76,7 +74,8 @@ struct TilesLane {
 #pragma unroll
     for (int k = 0; k < 8; ++k) v[k] = there ? v[k] : 0.0f;
   }
-  // Moves the products to the sums. Element by element: whatever the lanes' order.
+  // Moves the products, 128 to a sum, to the sums: one chain of additions over K would cost 1e-6. Element by element:
+  // whatever the lanes' order.
   void take_products() {
 #pragma unroll
     for (uint n = 0; n < n_tiles; ++n) {
@@ -113,7 +112,6 @@ kernel void tiles(device const uchar* weight [[buffer(0)]], device const T* x [[
   uint at = 0;
   for (; at + 8 <= part.pieces; at += 8) part.template add<true>(at);
   if (F::block_size % 256 != 0 && at < part.pieces) part.template add<false>(at);
-  if (!part.apart) part.take_products();
 
 #pragma unroll
   for (uint n = 0; n < tiles_outputs / 8; ++n) {

@@ -5,7 +5,6 @@ namespace qgemv {
 
 #define TILES(name, F, S, T) template [[host_name(name)]] [[kernel]] decltype(tiles<F, S, T>) tiles<F, S, T>;
 #define TILES_TYPE(F, T) TILES("tiles_" #F "_" #T, F, Aligned, T) TILES("tiles_" #F "_" #T "_plain", F, Anywhere, T)
-#define TILES_FORMAT(F) TILES_TYPE(F, float) TILES_TYPE(F, half) TILES_TYPE(F, bfloat)
-TILES_FORMAT(QGEMV_FORMAT)
+QGEMV_EACH_TYPE(TILES_TYPE, QGEMV_FORMAT)
 
 }  // namespace qgemv

@@ -9,8 +9,7 @@ namespace qgemv {
 #define TILE_BOTH(F, T, R)                              \
   TILE("transposed" #R "_" #F "_" #T, F, Aligned, T, R) \
   TILE("transposed" #R "_" #F "_" #T "_plain", F, Anywhere, T, R)
-#define TILE_TYPES(F, R) TILE_BOTH(F, float, R) TILE_BOTH(F, half, R) TILE_BOTH(F, bfloat, R)
-#define TILE_FORMAT(F) TILE_TYPES(F, 32) TILE_TYPES(F, 64)
-TILE_FORMAT(QGEMV_FORMAT)
+#define TILE_TYPE(F, T) TILE_BOTH(F, T, 32) TILE_BOTH(F, T, 64)
+QGEMV_EACH_TYPE(TILE_TYPE, QGEMV_FORMAT)
 
 }  // namespace qgemv

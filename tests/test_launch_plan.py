@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from faults.kernels import gemv_variants
 from formats import TYPES, block_size, type_size
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,10 @@ extern "C" const char* source(int i) {
 extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
 extern "C" int needs_order(int64_t M) { return needs_lane_order(M); }
 extern "C" int64_t columns(int64_t N) { return grad_y_columns(N); }
+extern "C" int wanted(int64_t N, int64_t K, uint32_t x_bytes, uint32_t cores) {
+  return choose_gemv(N, K, x_bytes, cores);
+}
+extern "C" const uint32_t* shape(int i) { return i < gemv_variants ? &gemv_shapes[i].rows : nullptr; }
 extern "C" int aligned(uint64_t offset, uint64_t row_bytes) { return x_is_aligned(offset, row_bytes); }
 """
 
@@ -116,6 +121,8 @@ def library(tmp_path_factory, embed):
     library.name.restype = library.source.restype = ctypes.c_char_p
     library.columns.restype = ctypes.c_int64
     library.columns.argtypes = library.needs_order.argtypes = [ctypes.c_int64]
+    library.shape.restype = ctypes.POINTER(ctypes.c_uint32)
+    library.wanted.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_uint32] * 2
     library.aligned.argtypes = [ctypes.c_uint64] * 2
     return library
 
@@ -147,15 +154,19 @@ def test_names(library):
     while name := library.name(len(names)):
         names.append(name.decode())
     dtypes = ("float", "half", "bfloat")
-    kinds = [(f, t, d) for f in FAMILIES for t in NAMES for d in dtypes]
-    assert names == [f"{'_'.join(kind)}{plain}" for kind in kinds for plain in ("", "_plain")]
+    shapes = [variant.suffix for variant in gemv_variants()]
+    assert shapes[-1] == "plain" and shapes.count("plain") == 1
+    gemv = [f"gemv_{t}_{d}_{shape}" for t in NAMES for d in dtypes for shape in shapes]
+    kinds = [(f, t, d) for f in FAMILIES if f != "gemv" for t in NAMES for d in dtypes]
+    assert names == gemv + [f"{'_'.join(kind)}{plain}" for kind in kinds for plain in ("", "_plain")]
 
 
 @pytest.mark.parametrize("family", ["gemv", "dequantize", "embedding"])
 @pytest.mark.parametrize("quant_type", TYPES, ids=lambda t: t.name)
 def test_kernel(plan, family, quant_type):
     for dtype, name in enumerate(("float", "half", "bfloat")):
-        assert plan(family, quant_type, 5, 256, dtype=dtype).kernel == f"{family}_{quant_type.name}_{name}"
+        shape = "_r4_s2_k1" if family == "gemv" else ""
+        assert plan(family, quant_type, 5, 256, dtype=dtype).kernel == f"{family}_{quant_type.name}_{name}{shape}"
 
 
 ALIGNMENT = {"Q4_K": 16, "Q5_K": 16, "IQ4_XS": 8}
@@ -176,8 +187,8 @@ def test_weights_that_are_not_aligned_take_the_plain_kernel(plan, family, quant_
 
 def test_gemv_arguments(plan):
     quant_type = NAMES["Q6_K"]
-    p = plan("gemv", quant_type, 4097, 512, row_bytes=2**33 + 6, count=3, x_stride=2**32 + 5, extra=2)
-    assert struct.unpack("<QQIIII", p.params) == (2**33 + 6, 2**32 + 5, 4097, 512, 2, 0)
+    p = plan("gemv", quant_type, 4097, 512, row_bytes=2**29 - 2, count=3, x_stride=2**32 + 5, extra=2)
+    assert struct.unpack("<QQIIII", p.params) == (2**29 - 2, 2**32 + 5, 4097, 512, 2, 0)
 
 
 def test_dequantize_and_embedding_arguments(plan):
@@ -187,15 +198,52 @@ def test_dequantize_and_embedding_arguments(plan):
     assert struct.unpack("<QIIII", p.params) == (420, 7, 512, 4, 0)
 
 
-@pytest.mark.parametrize("N", [1, 2, 7, 8, 9, 127, 128, 4096, 248320])
+@pytest.mark.parametrize("N", [1, 2, 7, 8, 9, 127, 128, 511, 512, 2047, 2048, 4096, 8191, 8192, 248320])
+@pytest.mark.parametrize("K", [32, 2048, 4096])
 @pytest.mark.parametrize("M", [1, 8])
-def test_gemv_grid(plan, N, M):
-    """Threadgroups of two SIMD-groups, each of which makes four outputs; a row of x each in y."""
-    p = plan("gemv", NAMES["Q4_K"], N, 256, count=M)
-    assert p.threadgroup == (64, 1)
-    assert p.grid[0] % 64 == 0 and p.grid[1] == M
-    groups = p.grid[0] // 64
-    assert (groups - 1) * 8 < N <= groups * 8
+def test_gemv_grid(plan, N, K, M):
+    """As many threadgroups as it takes, of the kernel's size; a row of x each in y."""
+    variants = {variant.suffix: variant for variant in gemv_variants()}
+    for dtype in range(3):
+        for offset in (0, 1):
+            p = plan("gemv", NAMES["Q4_0"], N, K, count=M, dtype=dtype, offset=offset)
+            variant = variants[p.kernel.split("_", 4)[4]]
+            assert variant.plain == bool(offset)
+            assert p.threadgroup == (variant.threads, 1)
+            assert p.grid[0] % variant.threads == 0 and p.grid[1] == M
+            groups = p.grid[0] // variant.threads
+            assert (groups - 1) * variant.outputs < N <= groups * variant.outputs
+
+
+def test_gemv_shapes(library):
+    for i, variant in enumerate(gemv_variants()):
+        assert library.shape(i)[:3] == [variant.rows, variant.simdgroups, variant.splits]
+        assert variant.simdgroups % variant.splits == 0 and variant.threads <= 1024
+    assert not library.shape(len(gemv_variants()))
+
+
+@pytest.mark.parametrize(
+    "N, K, half, single",
+    [
+        (8192, 2048, "r8_s2_k1", "r8_s2_k2"),
+        (8192, 2016, "r4_s2_k1", "r4_s2_k1"),
+        (8191, 4096, "r8_s2_k2", "r8_s2_k2"),
+        (1536, 4096, "r8_s2_k2", "r8_s2_k2"),
+        (1535, 4096, "r8_s4_k4", "r8_s4_k4"),
+        (1, 4096, "r8_s4_k4", "r8_s4_k4"),
+        (1535, 4064, "r8_s2_k2", "r8_s2_k2"),
+        (1, 1024, "r4_s2_k1", "r4_s2_k1"),
+    ],
+)
+def test_the_gemv_kernel_for_a_shape(library, plan, N, K, half, single):
+    """For a GPU of 16 cores; the limits of N go with the cores, those of K don't."""
+    for dtype, wanted in enumerate((single, half, half)):
+        for quant_type in (NAMES["Q4_0"], NAMES["IQ4_NL"]):
+            assert plan("gemv", quant_type, N, K, dtype=dtype).kernel.endswith(wanted)
+        x_bytes = 2 if dtype else 4
+        for cores in (1, 8, 32, 80):
+            variant = gemv_variants()[library.wanted(-(-N * cores // 16), K, x_bytes, cores)].suffix
+            assert variant == wanted or N * cores % 16, (cores, variant)
 
 
 @pytest.mark.parametrize("K", [32, 256, 4096, 4352, 2**20])
@@ -217,7 +265,13 @@ def test_limits(plan):
         plan("gemv", quant_type, largest + 1, 32)
     with pytest.raises(OverflowError, match=r"linear: M = 9 is more than the 8 .*N = 5, K = 32"):
         plan("gemv", quant_type, 5, 32, count=9)
-    for family in ("gemv", "dequantize", "embedding"):
+    widest = {"row_bytes": 2**29 - 1}
+    assert plan("gemv", quant_type, 5, 2**29, **widest).kernel
+    with pytest.raises(OverflowError, match=r"linear: bytes from row to row = 536870912 is more than the 536870911 "):
+        plan("gemv", quant_type, 5, 2**29, row_bytes=2**29)
+    with pytest.raises(OverflowError, match=r"K = 4294967296 is more than the 4294967295 .*N = 5, K = 4294967296"):
+        plan("gemv", quant_type, 5, 2**32, **widest)
+    for family in ("dequantize", "embedding"):
         assert plan(family, quant_type, 5, 2**32 - 32).kernel
         with pytest.raises(OverflowError, match=r"K = 4294967296 is more than the 4294967295 .*N = 5, K = 4294967296"):
             plan(family, quant_type, 5, 2**32)
@@ -249,7 +303,8 @@ def test_linear_by_rows_of_x(plan, library, M, N):
         if operator != "linear" and family == "tiles":
             family, outputs, rows, threads = FAMILY_OF_ROWS[32]
         p = plan(operator, NAMES["Q6_K"], N, 512, count=M, x_stride=600, extra=2)
-        assert p.kernel == f"{family}_Q6_K_half" and p.threadgroup == (threads, 1)
+        shape = "_r4_s2_k1" if family == "gemv" else ""
+        assert p.kernel == f"{family}_Q6_K_half{shape}" and p.threadgroup == (threads, 1)
         groups = [-(-N // outputs) * threads, -(-M // rows)]
         if family.startswith("matmul"):  # rows of x first
             groups = [-(-M // rows) * threads, -(-N // outputs)]

@@ -5,7 +5,7 @@ import os
 import metal_cost
 import msl_check
 import pytest
-from metal_cost import llvm
+from metal_cost import amd, llvm
 from msl_check.opencl import format_names
 
 
@@ -48,7 +48,8 @@ SEVERAL_ROWS = {
 
 @pytest.mark.parametrize("quant_type", SEVERAL_ROWS)
 def test_a_weight_is_decoded_once_for_several_rows(committed, quant_type):
-    cycles = {line.split()[0]: float(line.split()[-1]) for line in committed if "_half " in line}
+    at = 1 + metal_cost.COLUMNS.index("cycles")
+    cycles = {line.split()[0]: float(line.split()[at]) for line in committed if "_half " in line}
     for family, M, most in zip(("rows2", "rows4", "tiles"), (2, 4, 8), SEVERAL_ROWS[quant_type], strict=True):
         assert cycles[f"{family}_{quant_type}_half"] <= most
         assert cycles[f"{family}_{quant_type}_half"] > M
@@ -57,6 +58,26 @@ def test_a_weight_is_decoded_once_for_several_rows(committed, quant_type):
     decoding = cycles[f"rows2_{quant_type}_half"] - 2
     assert decoding <= 0.10 * cycles[f"matmul32_{quant_type}_half"]
     assert decoding <= 0.052 * (cycles[f"matmul64_{quant_type}_half"] - decoding)
+
+
+# Cycles per weight that a kernel of 4 rows and one of 8 may take, by the model.
+MOST = {
+    **{"Q4_K": (2.6, 2.2), "Q5_K": (3.6, 3.2), "Q6_K": (3.5, 3.5), "Q8_0": (3.4, 3.4), "IQ4_XS": (2.0, 2.0)},
+    **{"Q4_0": (2.1, 2.0), "Q4_1": (2.1, 2.0), "Q5_0": (3.0, 2.9), "Q5_1": (3.0, 2.9), "IQ4_NL": (2.0, 2.0)},
+    **{"Q2_K": (2.2, 2.1), "Q3_K": (3.5, 3.4)},
+}
+
+
+@pytest.mark.parametrize("quant_type", format_names())
+def test_the_table_keeps_what_the_kernels_are_made_for(quant_type):
+    table = [row.split() for row in metal_cost.TABLE.read_text().splitlines() if row.startswith("gemv_")]
+    rows = {row[0]: dict(zip(metal_cost.COLUMNS, map(float, row[1:]), strict=True)) for row in table}
+    usual, wide = (rows[f"gemv_{quant_type}_half_{shape}"] for shape in ("r4_s2_k1", "r8_s2_k1"))
+    assert usual["cycles"] <= MOST[quant_type][0] and wide["cycles"] <= MOST[quant_type][1]
+    assert usual["convert"] == wide["convert"] == 0
+    if quant_type == "Q4_K":
+        assert max(usual["load"], wide["load"]) <= 0.2
+        assert max(usual["gfx1030"], wide["gfx1030"]) <= 3.3
 
 
 LOOP = """
@@ -104,3 +125,11 @@ def test_a_loop_inside_is_refused():
 def test_an_unknown_instruction_is_refused(line):
     with pytest.raises(ValueError):
         llvm.count([f"  {line}"])
+
+
+def test_vector_operations_of_an_amd_gpu():
+    body = "_Z1f:\n\tv_add_f32 v0, v1, v2\n.LBB0_1:\n{}\ts_cbranch_execnz .LBB0_1\n\tv_mov_b32 v0, 0\n.Lfunc_end0:\n"
+    loop = "\tv_fma_f32 v0, v1, v2, v3\n\ts_waitcnt vmcnt(0)\n.LBB0_2:\n\tv_and_b32 v0, 15, v0\n"
+    assert amd.vector_operations(body.format(loop)) == {"_Z1f": 2}
+    with pytest.raises(ValueError, match="no loop"):
+        amd.vector_operations("_Z1f:\n\tv_add_f32 v0, v1, v2\n.Lfunc_end0:\n")

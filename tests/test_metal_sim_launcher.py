@@ -49,6 +49,16 @@ def test_views():
     assert torch.equal(scale(x[10:60:2]).cpu(), 3 * torch.arange(10.0, 60, 2) + 7)
 
 
+def test_a_command_queue_of_its_own():
+    before = metal_sim.counters()["live"]
+    assert torch.equal(scale(xs(5), "own queue").cpu(), 3 * torch.arange(5.0) + 7)
+    assert scale(xs(5), "own queue, not committed").isnan().all(), "only a commit runs it"
+    counters = metal_sim.counters()
+    assert counters["dispatches"] == counters["encoders"] == counters["commits"] == 0, "those of PyTorch's stream"
+    for name in ("MTLCommandQueue", "MTLCommandBuffer", "MTLComputeCommandEncoder"):
+        assert counters["live"].get(name, 0) == before.get(name, 0)
+
+
 def test_named_function_constant():
     assert scale(xs(3), "negate").tolist() == [-7, -10, -13]
 
@@ -127,6 +137,10 @@ RAISES = {
     "nested dispatch": "a deadlock on macOS",
     "outside the queue": r"commandEncoder\(\) is called outside the stream's queue",
     "encoder outside the queue": "the encoder is used outside the stream's queue",
+    "own queue, not ended": "a command buffer is committed before endEncoding",
+    "own queue, used after its end": "the encoder is used after its end",
+    "own queue, waits uncommitted": "waitUntilCompleted before commit",
+    "own queue, committed twice": "a command buffer is committed twice",
     "no pool": "NSString is autoreleased outside every @autoreleasepool",
 }
 

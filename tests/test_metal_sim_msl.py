@@ -1,5 +1,7 @@
 """What the simulated device makes of the Metal Shading Language, against numpy and plain Python."""
 
+import os
+
 import metal_sim
 import numpy as np
 import pytest
@@ -67,6 +69,18 @@ def test_half_subnormals_are_kept_in_arithmetic():
     assert value("fma(float(as_type<half>(ushort(5))), 16777216.0f, 1.0f)") == 6
 
 
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="such a device is simulated on x86-64 only")
+def test_a_device_that_flushes_half_subnormals():
+    def kept():
+        return lanes("float(as_type<half>(ushort(bits[i])))", prepare=f"const ushort bits[8] = {{{words}}};", threads=8)
+
+    words = "0, 1, 0x3ff, 0x400, 0x8001, 0xc000, 0x7bff, 0x7c00"
+    assert kept().tolist() == [0, 2**-24, 1023 * 2**-24, 2**-14, -(2**-24), -2, 65504, float("inf")]
+    with metal_sim.flushing_half_subnormals():
+        assert kept().tolist() == [0, 0, 0, 2**-14, 0, -2, 65504, float("inf")]
+    assert kept()[1] == 2**-24
+
+
 def test_float_subnormals_are_flushed():
     assert value("as_type<float>(3u + uint(v)) * 1e38f") == 0
 
@@ -112,6 +126,7 @@ def test_maths():
     assert value("clamp(7, 1, 5) + max(2u, 3u) + min(short(1), short(4)) + abs(-2)") == 11
     assert value("max(NAN, 2.0f) + min(1.0f, NAN)") == 3
     assert value("popcount(255u) + clz(1u) + ctz(8u)") == 42
+    assert value("rotate(0x80000001u, 4u)") == 0x18
     assert value("extract_bits(0xabcdu, 4, 8)") == 0xBC
     assert value("extract_bits(int(0xf0), 4, 4)") == -1
     assert value("select(1.0f, 2.0f, x[0] == 0)") == 2
@@ -167,6 +182,26 @@ CONSTANTS = """constant uint n [[function_constant(0)]];
   kernel void k(device float* y [[buffer(0)]]) {
     y[0] = twice + (is_function_constant_defined(flag) && flag ? 0.5f : 0.0f); }"""
 UINT, BOOL, INT = 33, 53, 29  # MTLDataType
+
+
+def test_the_largest_threadgroup_of_a_kernel():
+    source = """
+      template <typename T, uint n>
+      [[kernel, max_total_threads_per_threadgroup(n * 32)]] void f(device T* y [[buffer(0)]],
+                                                                   uint i [[thread_position_in_grid]]) { y[i] = n; }
+      template [[host_name("two")]] [[kernel]] decltype(f<float, 2>) f<float, 2>;
+      [[kernel, max_total_threads_per_threadgroup(32)]] void one(device float* y [[buffer(0)]],
+                                                                 uint i [[thread_position_in_grid]]) { y[i] = 1; }"""
+    for n, name in ((1, "one"), (2, "two")):
+        y = torch.empty(96, device="mps")
+        run(source, [y], name, threads=32 * n)
+        assert y[: 32 * n].tolist() == [n] * 32 * n
+        with pytest.raises(RuntimeError, match=f"threadgroups of {32 * n + 1} threads, more than the {32 * n} there"):
+            run(source, [y], name, threads=32 * n + 1)
+    elsewhere = source.replace("[[kernel, max_total_threads_per_threadgroup(32)]]",
+                               "kernel [[max_total_threads_per_threadgroup(32)]]")  # fmt: skip
+    with pytest.raises(metal_sim.CompileError, match="max_total_threads_per_threadgroup is not written as"):
+        run(elsewhere, [y], "two")
 
 
 def test_function_constants():

@@ -33,6 +33,12 @@ def test_sources(source, quant_type):
     assert msl_check.check(SOURCES[source], {"QGEMV_FORMAT": quant_type}) == []
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_with_all_macros(source):
+    macros = {"QGEMV_FORMAT": "Q4_K", "QGEMV_TYPE": "half", "QGEMV_CONVERT_HALFS": "1"}
+    assert msl_check.check(SOURCES[source], macros) == []
+
+
 def test_every_header_is_checked():
     checked = set(re.findall(r'^#line \d+ "(.*)"', "\n".join(SOURCES.values()), re.M))
     headers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "metal").rglob("*.h")}
@@ -41,7 +47,7 @@ def test_every_header_is_checked():
 
 def test_the_macros_are_those_of_the_launcher():
     text = "".join(path.read_text() for path in (ROOT / "csrc/mps").glob("*.mm"))
-    assert re.findall(r'@\{@"(\w+)"', text) == ["QGEMV_FORMAT"]
+    assert re.findall(r'forKey:@"(\w+)"', text) == ["QGEMV_FORMAT", "QGEMV_TYPE", "QGEMV_CONVERT_HALFS"]
 
 
 @pytest.mark.parametrize("name", CASES)

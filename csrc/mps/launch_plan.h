@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../metal/params.h"
+#include "gemv_plan.h"
 
 namespace qgemv::mps {
 
@@ -28,8 +28,9 @@ enum Family {
   family_count
 };
 enum Dtype { float32, float16, bfloat16, dtype_count };
+constexpr const char* metal_types[] = {"float", "half", "bfloat"};
 
-// What Metal compiles at once: a source, for one format.
+// What Metal compiles at once: a source, for one format and type of x.
 enum Source {
   gemv_source,
   dequantize_source,
@@ -63,22 +64,25 @@ constexpr int format_index(int64_t id) {
   return index;
 }
 
-constexpr int variant_count = 2;  // the usual kernel, and the plain one for weights that aren't aligned
+// A kernel's variants: the usual ones, and behind them the plain one for weights that aren't aligned.
+constexpr int variant_count(Family family) { return family == gemv ? gemv_variants : 2; }
+constexpr int plain_variant(Family family) { return variant_count(family) - 1; }
+
 constexpr const char* kernel_names[] = {
-#define QGEMV_VARIANTS(family, F, T) #family "_" #F "_" #T, #family "_" #F "_" #T "_plain",
-#define QGEMV_TYPES(family, F) \
-  QGEMV_VARIANTS(family, F, float) QGEMV_VARIANTS(family, F, half) QGEMV_VARIANTS(family, F, bfloat)
-#define QGEMV_GEMV(F) QGEMV_TYPES(gemv, F)
-#define QGEMV_DEQUANTIZE(F) QGEMV_TYPES(dequantize, F)
-#define QGEMV_EMBEDDING(F) QGEMV_TYPES(embedding, F)
-#define QGEMV_ROWS2(F) QGEMV_TYPES(rows2, F)
-#define QGEMV_ROWS3(F) QGEMV_TYPES(rows3, F)
-#define QGEMV_ROWS4(F) QGEMV_TYPES(rows4, F)
-#define QGEMV_TILES(F) QGEMV_TYPES(tiles, F)
-#define QGEMV_MATMUL32(F) QGEMV_TYPES(matmul32, F)
-#define QGEMV_MATMUL64(F) QGEMV_TYPES(matmul64, F)
-#define QGEMV_TRANSPOSED32(F) QGEMV_TYPES(transposed32, F)
-#define QGEMV_TRANSPOSED64(F) QGEMV_TYPES(transposed64, F)
+#define QGEMV_SHAPE_NAME(F, T, rows, simdgroups, splits) "gemv_" #F "_" #T "_r" #rows "_s" #simdgroups "_k" #splits,
+#define QGEMV_GEMV_NAMES(F, T) QGEMV_GEMV_SHAPES(QGEMV_SHAPE_NAME, F, T) "gemv_" #F "_" #T "_plain",
+#define QGEMV_TWO_NAMES(family, F, T) #family "_" #F "_" #T, #family "_" #F "_" #T "_plain",
+#define QGEMV_GEMV(F) QGEMV_EACH_TYPE(QGEMV_GEMV_NAMES, F)
+#define QGEMV_DEQUANTIZE(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, dequantize, F)
+#define QGEMV_EMBEDDING(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, embedding, F)
+#define QGEMV_ROWS2(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows2, F)
+#define QGEMV_ROWS3(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows3, F)
+#define QGEMV_ROWS4(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows4, F)
+#define QGEMV_TILES(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, tiles, F)
+#define QGEMV_MATMUL32(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, matmul32, F)
+#define QGEMV_MATMUL64(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, matmul64, F)
+#define QGEMV_TRANSPOSED32(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, transposed32, F)
+#define QGEMV_TRANSPOSED64(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, transposed64, F)
     QGEMV_FORMATS(QGEMV_GEMV) QGEMV_FORMATS(QGEMV_DEQUANTIZE) QGEMV_FORMATS(QGEMV_EMBEDDING) QGEMV_FORMATS(QGEMV_ROWS2)
         QGEMV_FORMATS(QGEMV_ROWS3) QGEMV_FORMATS(QGEMV_ROWS4) QGEMV_FORMATS(QGEMV_TILES) QGEMV_FORMATS(QGEMV_MATMUL32)
             QGEMV_FORMATS(QGEMV_MATMUL64) QGEMV_FORMATS(QGEMV_TRANSPOSED32) QGEMV_FORMATS(QGEMV_TRANSPOSED64)
@@ -93,21 +97,35 @@ constexpr const char* kernel_names[] = {
 #undef QGEMV_EMBEDDING
 #undef QGEMV_DEQUANTIZE
 #undef QGEMV_GEMV
-#undef QGEMV_TYPES
-#undef QGEMV_VARIANTS
+#undef QGEMV_EMBEDDING_NAMES
+#undef QGEMV_DEQUANTIZE_NAMES
+#undef QGEMV_GEMV_NAMES
+#undef QGEMV_SHAPE_NAME
 };
 constexpr int kernel_count = int(std::size(kernel_names));
-static_assert(kernel_count == family_count * format_count * dtype_count * variant_count);
+
+// Where a family's kernels begin in kernel_names.
+constexpr int first_kernel(Family family) {
+  int first = 0;
+  for (int f = 0; f < family; ++f) first += format_count * dtype_count * variant_count(Family(f));
+  return first;
+}
+static_assert(kernel_count == first_kernel(family_count));
+
+// No threadgroup is larger.
+constexpr uint64_t max_threads_per_group = 256;
 
 struct Kernel {
   Family family;
   int format;
   Dtype dtype;
-  bool plain;
+  int variant;
   constexpr int index() const {
-    return ((family * format_count + format) * dtype_count + dtype) * variant_count + plain;
+    return first_kernel(family) + (format * dtype_count + dtype) * variant_count(family) + variant;
   }
   constexpr const char* name() const { return kernel_names[index()]; }
+  // Of its largest threadgroup.
+  constexpr uint64_t threads() const { return family == gemv ? gemv_shapes[variant].threads() : max_threads_per_group; }
 };
 
 // ---- Plans
@@ -137,13 +155,14 @@ inline void check_range(const char* op, const char* what, int64_t size, uint64_t
 }
 
 constexpr uint64_t max_uint32 = 0xffffffff;
-constexpr uint32_t rows_per_group = rows_per_simdgroup * simdgroups_per_group;
-// Metal counts threads in 32 bits.
-constexpr uint64_t max_gemv_N = max_uint32 / (simd_width * simdgroups_per_group) * rows_per_group;
+// Metal counts threads in 32 bits: by the kernels that make large N, 8 to an output.
+constexpr uint64_t max_gemv_N = max_uint32 / 8 / 8 * 8;
+// Within the rows of a SIMD-group offsets have 32 bits.
+constexpr uint64_t max_gemv_row_bytes = max_uint32 / 8;
 
-inline Kernel kernel_for(Family family, const Weight& w, Dtype dtype) {
+constexpr bool is_aligned(const Weight& w) {
   const uint32_t alignment = formats[w.format].alignment;
-  return {family, w.format, dtype, w.offset % alignment != 0 || w.row_bytes % alignment != 0};
+  return w.offset % alignment == 0 && w.row_bytes % alignment == 0;
 }
 
 // Rows of x of the gemv kernels, each of which reads the weight again.
@@ -156,26 +175,32 @@ constexpr bool x_is_aligned(uint64_t offset, uint64_t row_bytes) {
 }
 
 // M rows of x, x_stride elements apart.
-inline Plan<LinearParams> plan_gemv(const Weight& w, int64_t M, int64_t x_stride, Dtype dtype, uint32_t bias_type) {
+inline Plan<LinearParams> plan_gemv(const Weight& w, int64_t M, int64_t x_stride, Dtype dtype, uint32_t bias_type,
+                                    uint32_t cores = assumed_cores) {
   check_range("linear", "M", M, max_gemv_M, w);
   check_range("linear", "N", w.N, max_gemv_N, w);
   check_range("linear", "K", w.K, max_uint32, w);
-  const uint64_t groups = (uint64_t(w.N) + rows_per_group - 1) / rows_per_group;
-  const uint64_t threads = simd_width * simdgroups_per_group;
-  return {kernel_for(gemv, w, dtype),
+  check_range("linear", "bytes from row to row", int64_t(w.row_bytes), max_gemv_row_bytes, w);
+  const uint32_t x_bytes = dtype == float32 ? 4 : 2;
+  const int variant = is_aligned(w) ? choose_gemv(w.N, w.K, x_bytes, cores) : plain_gemv;
+  const GemvShape shape = gemv_shapes[variant];
+  const uint64_t groups = (uint64_t(w.N) + shape.outputs() - 1) / shape.outputs();
+  return {{gemv, w.format, dtype, variant},
           {w.row_bytes, uint64_t(x_stride), uint32_t(w.N), uint32_t(w.K), bias_type, 0},
-          {groups * threads, uint64_t(M)},
-          {threads, 1}};
+          {groups * shape.threads(), uint64_t(M)},
+          {shape.threads(), 1}};
 }
-
-// No threadgroup is larger.
-constexpr uint64_t max_threads_per_group = 256;
 
 // One thread for every 16 weights of every row.
 inline Size decode_grid(const Weight& w, int64_t rows) { return {uint64_t(w.K) / chunk_size, uint64_t(rows)}; }
 inline Size decode_threadgroup(const Size& grid) {
   const uint64_t x = std::min(grid.x, max_threads_per_group);
   return {x, std::min(grid.y, max_threads_per_group / x)};
+}
+
+// Of a family that has a usual kernel and a plain one.
+inline Kernel kernel_for(Family family, const Weight& w, Dtype dtype) {
+  return {family, w.format, dtype, is_aligned(w) ? 0 : plain_variant(family)};
 }
 
 inline Plan<DequantizeParams> plan_dequantize(const Weight& w, Dtype dtype) {

@@ -5,10 +5,10 @@
 #include <torch/library.h>
 
 #include "../check.h"
+#include "device_check.h"
 #include "dispatch.h"
 #include "matmul_plan.h"
 #include "pipelines.h"
-#include "self_test.h"
 
 namespace qgemv::mps {
 namespace {

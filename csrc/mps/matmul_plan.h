@@ -47,8 +47,9 @@ inline Plan<LinearParams> plan_tiles_of_y(const char* op, Family family, uint64_
 // kernel, whatever M. It decodes each weight once for 64 rows, at 5 % of its operations; to unpack the weight for
 // another product instead, 8 bytes a weight would be written and read, which at 200 GB/s is the time of 140 rows of
 // multiply-adds at 7 TFLOP/s. No Mac has measured either.
-inline Plan<LinearParams> plan_linear(const Weight& w, const Rows& x, uint32_t bias_type, bool lane_order_known) {
-  if (x.M <= 1) return plan_gemv(w, x.M, x.x_stride, x.dtype, bias_type);
+inline Plan<LinearParams> plan_linear(const Weight& w, const Rows& x, uint32_t bias_type, bool lane_order_known,
+                                      uint32_t cores = assumed_cores) {
+  if (x.M <= 1) return plan_gemv(w, x.M, x.x_stride, x.dtype, bias_type, cores);
   if (x.M <= max_rows) {
     constexpr Family families[] = {rows2, rows3, rows4};
     return plan_one_row_of_groups(families[x.M - 2], w, x, bias_type, rows_outputs * rows_simdgroups, rows_simdgroups);

@@ -9,7 +9,7 @@ namespace qgemv::mps {
 // The pipeline of kernel_names[kernel]. Thread-safe. Throws with Metal's own text.
 id<MTLComputePipelineState> pipeline(const Kernel& kernel);
 
-// A new pipeline, which the caller owns, of a kernel of metal/self_test.metal.
-id<MTLComputePipelineState> self_test_pipeline(const char* kernel);
+// A new pipeline, which the caller owns, of a kernel of metal/device_check.metal.
+id<MTLComputePipelineState> device_check_pipeline(const char* kernel);
 
 }  // namespace qgemv::mps

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "compile.h"
+#include "device_check.h"
 #include "metal_sources.inc"  // written by metal/embed.py
 
 namespace qgemv::mps {
@@ -16,13 +17,21 @@ namespace {
 const char* const sources[source_count] = {gemv_metal,  dequantize_metal, rows_metal,
                                            tiles_metal, matmul_metal,     transposed_metal};
 
-// One small library per source and format, so that the first token waits for the few kernels it needs. Called with
-// the lock held.
-id<MTLLibrary> library(id<MTLDevice> device, Source source, int format) {
-  static id<MTLLibrary> libraries[source_count][format_count];
-  id<MTLLibrary>& kept = libraries[source][format];
-  const char* name = formats[format].name;
-  if (!kept) kept = compile(device, sources[source], @{@"QGEMV_FORMAT" : ns(name)}, name);
+id<MTLLibrary> compile_for(id<MTLDevice> device, const Kernel& kernel) {
+  const char* format = formats[kernel.format].name;
+  NSMutableDictionary* macros = [NSMutableDictionary dictionary];
+  [macros setObject:ns(format) forKey:@"QGEMV_FORMAT"];
+  [macros setObject:ns(metal_types[kernel.dtype]) forKey:@"QGEMV_TYPE"];
+  if (!half_subnormals_are_kept()) [macros setObject:@1 forKey:@"QGEMV_CONVERT_HALFS"];
+  return compile(device, sources[source_of(kernel.family)], macros, format);
+}
+
+// One small library per source, format and type, so that the first token waits for the few kernels it needs. Called
+// with the lock held.
+id<MTLLibrary> library(id<MTLDevice> device, const Kernel& kernel) {
+  static id<MTLLibrary> libraries[source_count][format_count][dtype_count];
+  id<MTLLibrary>& kept = libraries[source_of(kernel.family)][kernel.format][kernel.dtype];
+  if (!kept) kept = compile_for(device, kernel);
   return kept;
 }
 
@@ -32,12 +41,13 @@ id<MTLDevice> device_or_throw() {
   return device;
 }
 
-id<MTLComputePipelineState> make_pipeline(id<MTLDevice> device, id<MTLLibrary> compiled, const char* kernel) {
-  id<MTLComputePipelineState> state = pipeline_of(device, compiled, kernel);
-  TORCH_CHECK(state.threadExecutionWidth == simd_width && state.maxTotalThreadsPerThreadgroup >= max_threads_per_group,
+id<MTLComputePipelineState> make_pipeline(const Kernel& kernel) {
+  id<MTLDevice> device = device_or_throw();
+  id<MTLComputePipelineState> state = pipeline_of(device, library(device, kernel), kernel.name());
+  TORCH_CHECK(state.threadExecutionWidth == simd_width && state.maxTotalThreadsPerThreadgroup >= kernel.threads(),
               "torch_qgemv: this GPU has SIMD-groups of ", state.threadExecutionWidth, " lanes and threadgroups of ",
-              state.maxTotalThreadsPerThreadgroup, "; kernel ", kernel, " needs ", uint32_t(simd_width), " and ",
-              max_threads_per_group);
+              state.maxTotalThreadsPerThreadgroup, "; kernel ", kernel.name(), " needs ", uint32_t(simd_width), " and ",
+              kernel.threads());
   return state;
 }
 
@@ -53,8 +63,7 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel) {
     state = kept.load(std::memory_order_relaxed);
     if (!state) {
       @autoreleasepool {
-        id<MTLDevice> device = device_or_throw();
-        state = make_pipeline(device, library(device, source_of(kernel.family), kernel.format), kernel.name());
+        state = make_pipeline(kernel);
       }
       kept.store(state, std::memory_order_release);
     }
@@ -62,10 +71,10 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel) {
   return (id<MTLComputePipelineState>)state;
 }
 
-id<MTLComputePipelineState> self_test_pipeline(const char* kernel) {
+id<MTLComputePipelineState> device_check_pipeline(const char* kernel) {
   id<MTLDevice> device = device_or_throw();
-  id<MTLLibrary> compiled = [compile(device, self_test_metal, nil, "the self-test") autorelease];
-  return make_pipeline(device, compiled, kernel);
+  id<MTLLibrary> compiled = [compile(device, device_check_metal, nil, "the device check") autorelease];
+  return pipeline_of(device, compiled, kernel);
 }
 
 }  // namespace qgemv::mps

@@ -12,7 +12,7 @@ SURVIVORS = Path(__file__).with_name("survivors.txt")
 KERNELS = ("metal/gemv.h", "metal/gemv.metal", "metal/storage.h", "metal/lanes/*.h")
 LAUNCHER = (
     *("csrc/mps/launcher.mm", "csrc/mps/dispatch.h", "csrc/mps/pipelines.mm", "csrc/mps/compile.mm"),
-    *("csrc/mps/launch_plan.h", "metal/params.h"),
+    *("csrc/mps/launch_plan.h", "csrc/mps/gemv_plan.h", "metal/params.h"),
 )
 
 OPERATORS = {

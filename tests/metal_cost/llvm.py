@@ -40,18 +40,15 @@ class Block:
     next: list[str] = field(default_factory=list)
 
 
-def functions(text: str) -> list[str]:
-    """The bodies of the functions that a module offers, in order."""
-    return re.findall(r"^define (?!internal|private|linkonce)[^\n]*\{\n(.*?)^\}", text, re.S | re.M)
+def functions(text: str) -> dict[str, str]:
+    """{name: body} of the functions that a module offers, in order."""
+    return dict(re.findall(r"^define (?!internal|private|linkonce)[^@]*@(\w+)\([^\n]*\{\n(.*?)^\}", text, re.S | re.M))
 
 
 def hot_loop(body: str) -> list[str]:
     """The lines of a function's longest loop. Raises ValueError where it has none, or one with another loop inside."""
     blocks = _blocks(body)
-    order = {label: i for i, label in enumerate(blocks)}
-    # A jump back to where it can be reached from is the end of a loop, whose first block LLVM prints before the others.
-    jumps = [(label, to) for label, block in blocks.items() for to in block.next if order[to] <= order[label]]
-    back = [(label, to) for label, to in jumps if label in _reached(blocks, to)]
+    back = _jumps_back(blocks)
     loops = {head: _loop(blocks, head, [end for end, to in back if to == head]) for _, head in back}
     if not loops:
         raise ValueError("the kernel has no loop")
@@ -75,15 +72,19 @@ def _blocks(body: str) -> dict[str, Block]:
     return blocks
 
 
-def _reached(blocks: dict[str, Block], start: str) -> set[str]:
-    """The blocks that can follow a block, itself included."""
-    seen, todo = set(), [start]
+def _jumps_back(blocks: dict[str, Block]) -> list[tuple[str, str]]:
+    """(end, head) of every loop: the jumps to a block that is on the way from the entry to them."""
+    back, done, way = [], set(), []
+    todo = [(next(iter(blocks)), False)]
     while todo:
-        label = todo.pop()
-        if label not in seen:
-            seen.add(label)
-            todo += blocks[label].next
-    return seen
+        label, leave = todo.pop()
+        if leave:
+            done.add(way.pop())
+        elif label not in done and label not in way:
+            way.append(label)
+            back += [(label, to) for to in blocks[label].next if to in way]
+            todo += [(label, True), *((to, False) for to in blocks[label].next)]
+    return back
 
 
 def _loop(blocks: dict[str, Block], head: str, ends: list[str]) -> set[str]:

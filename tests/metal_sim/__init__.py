@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from . import kernels
 from .build import build_launcher, build_runtime
 from .kernels import compile_metal
 from .toolchain import ZIGLANG, CompileError, Unavailable
@@ -33,6 +34,7 @@ __all__ = [
     "clear",
     "counters",
     "dispatches",
+    "flushing_half_subnormals",
     "install",
     "install_or_skip",
     "launch",
@@ -178,6 +180,25 @@ def other_matrix_lanes(order: int = 1):
         yield
     finally:
         runtime.set_matrix_lane_order(0)
+
+
+def flushing_half_subnormals():
+    """Inside, kernels are compiled for a device that takes subnormal halfs for 0, which no known GPU of Apple's does.
+
+    Pipelines that exist stay as they are. Raises Unavailable on other processors than x86-64.
+    """
+    if os.uname().machine != "x86_64":
+        raise Unavailable("a device that flushes half subnormals is simulated on x86-64 only")
+    return _flushing_half_subnormals()
+
+
+@contextlib.contextmanager
+def _flushing_half_subnormals():
+    kernels.flush_half_subnormals = True
+    try:
+        yield
+    finally:
+        kernels.flush_half_subnormals = False
 
 
 def launch(

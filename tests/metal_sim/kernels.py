@@ -34,6 +34,9 @@ FLAGS = [
 ]
 if os.uname().machine == "x86_64":
     FLAGS += ["-mf16c", "-mfma"]  # half <-> float and fma in hardware; otherwise calls into libgcc and libm
+# half to float by a call of msl/entry.h's own function, which takes subnormals for 0
+FLUSH_FLAGS = ["-mno-f16c", "-DMSL_FLUSH_HALF_SUBNORMALS"]
+flush_half_subnormals = False  # metal_sim.flushing_half_subnormals() changes it
 
 # MTLDataType -> (MSL's name of the type, struct's code)
 CONSTANT_TYPES = {
@@ -64,7 +67,7 @@ def compile_metal(
     """
     clang = toolchain.clang()
     made_by = [*sorted(MSL.glob("*.h")), HERE / "runtime/kernel_abi.h", HERE / "translate.py", Path(__file__)]
-    asked = repr((source, sorted((macros or {}).items()), language_version, constants))
+    asked = repr((source, sorted((macros or {}).items()), language_version, constants, flush_half_subnormals))
     digest = toolchain.digest(asked, *clang.compiler, *(p.read_text() for p in made_by))
     library = toolchain.cache_dir() / f"kernels_{digest}.so"
     return str(
@@ -87,8 +90,9 @@ def _build(clang: toolchain.Clang, source: str, macros, language_version, consta
         raise CompileError(str(error)) from None
     with tempfile.TemporaryDirectory(prefix="metal_sim_") as folder:
         compiled = str(Path(folder) / "kernels.o")
+        flags = [*FLAGS, *(FLUSH_FLAGS if flush_half_subnormals else [])]
         toolchain.run(
-            [*clang.compiler, *FLAGS, "-nostdinc", f"-I{MSL}", "-include", "metal_stdlib.h", "-include", "entry.h",
+            [*clang.compiler, *flags, "-nostdinc", f"-I{MSL}", "-include", "metal_stdlib.h", "-include", "entry.h",
              "-c", "-", "-o", compiled],
             input=text,
         )  # fmt: skip

@@ -27,7 +27,8 @@ IDS = (  # runtime/kernel_abi.h has the same
 )
 
 ATTRIBUTE = re.compile(r"\[\[(.*?)\]\]", re.S)
-KERNEL = re.compile(r"(?:\bkernel|\[\[\s*kernel\s*\]\])\s+void\s+(\w+)\s*\(")
+KERNEL = re.compile(r"(?:\bkernel|\[\[\s*kernel\b[^\]]*\]\])\s+void\s+(\w+)\s*\(")
+MAX_THREADS = re.compile(r"\bmax_total_threads_per_threadgroup\s*\((.*?)\)\s*(?:,|\]\])", re.S)
 # template [[host_name("n")]] [[kernel]] decltype(f<T>) f<T>;   or   ... kernel void f<T>(parameters);
 INSTANTIATION = re.compile(
     r"\btemplate\s*\[\[\s*host_name\((?P<name>[^)]*)\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)\s*"
@@ -65,10 +66,16 @@ def translate(
     source = _specialise(source, constants)
     parameters = {}  # kernel's C++ name -> its parameter table
     edits = []  # (begin, end, replacement)
+    limits = 0
 
     for match in KERNEL.finditer(source):
         close = _closing(source, match.end() - 1)
         table = [_parameter(p) for p in _split(source[match.end() : close]) if p.strip()]
+        begin = _start_of_template(source, match.start())
+        limit = MAX_THREADS.search(match[0])
+        constant = f"{source[begin : match.start()]} constexpr unsigned msl_max_threads_{match[1]} = "
+        edits.append((begin, begin, " ".join(f"{constant} {limit[1] if limit else 0};".split()) + " "))
+        limits += limit is not None
         parameters[match[1]] = _number_buffers(table)
         if not _is_template(source, match.start()):  # registered after its body, under its own name
             end = _closing(source, source.index("{", close)) + 1
@@ -88,6 +95,10 @@ def translate(
         (*match.span(), f"::metal::make_vector<::metal::vec<{match[1]}>>(")
         for match in VECTOR_CONSTRUCTOR.finditer(source)
     ]
+
+    if source.count("max_total_threads_per_threadgroup") != limits:
+        raise TranslationError("max_total_threads_per_threadgroup is not written as the simulator understands it: "
+                               "[[kernel, max_total_threads_per_threadgroup(n)]]")  # fmt: skip
 
     for begin, end, text in sorted(edits, reverse=True):
         source = source[:begin] + text + "\n" * (source[begin:end].count("\n") - text.count("\n")) + source[end:]
@@ -169,6 +180,18 @@ def _is_template(source: str, kernel: int) -> bool:
     return ATTRIBUTE.sub("", source[:kernel]).rstrip().endswith(">")
 
 
+def _start_of_template(source: str, kernel: int) -> int:
+    """Where `template <...>` before a kernel begins; the kernel itself where it is no template."""
+    if not _is_template(source, kernel):
+        return kernel
+    depth, i = 0, source.rindex(">", 0, kernel)
+    while True:
+        depth += (source[i] == ">") - (source[i] == "<")
+        if depth == 0:
+            return source.rindex("template", 0, i)
+        i -= 1
+
+
 def _parameter(text: str) -> tuple[str, str, bool]:
     """(kind, index, writable) of one parameter; the index of an unnumbered buffer is filled in later."""
     writable = not re.search(r"\b(const|constant)\b", text)
@@ -201,11 +224,12 @@ def _number_buffers(table: list[tuple[str, str, bool]]) -> list[tuple[str, str, 
 def _register(function: str, name: str, table: list[tuple[str, str, bool]]) -> str:
     unique = re.sub(r"\W", "_", function + name)
     if not table:
-        return f" static const bool msl_added_{unique} = msl_add<&{function}>({name});"
+        return f" static const bool msl_added_{unique} = msl_add<&{function}>({name}, msl_max_threads_{function});"
     entries = ", ".join(
         f"{{MslParameter::{kind}_argument, {index}, {str(writable).lower()}}}" for kind, index, writable in table
     )
     return (
         f" static constexpr MslParameter msl_parameters_{unique}[] = {{{entries}}};"
-        f" static const bool msl_added_{unique} = msl_add<&{function}>({name}, msl_parameters_{unique});"
+        f" static const bool msl_added_{unique} ="
+        f" msl_add<&{function}>({name}, msl_max_threads_{function}, msl_parameters_{unique});"
     )

@@ -21,7 +21,8 @@ def build(folder: Path, arch: str, types: list[str], shapes: list[tuple[int, int
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     planner = cases.Planner(folder)
-    wanted = cases.timed_cases(types, shapes, cases.TIMED_DTYPES, cases.ROWS_OF_X) + cases.checked_cases(format_names())
+    wanted = cases.timed_cases(types, shapes, cases.TIMED_DTYPES, cases.ROWS_OF_X, planner.variants)
+    wanted += cases.checked_cases(format_names(), planner.variants)
     described = [cases.describe(case, planner) for case in wanted]
     kernels = defaultdict(set)  # of a format
     for case in described:

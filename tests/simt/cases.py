@@ -48,6 +48,7 @@ class Case:
     offset: int = 0
     bias: bool = False
     timed: bool = False
+    variant: int = -1  # of the gemv kernel; negative: as the plan chooses
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -55,7 +56,8 @@ class Case:
         return ("weight", "x", "bias", "y") if self.operator == "linear" else ("weight", "x", "y")
 
 
-def timed_cases(types, shapes, dtypes, rows) -> list[Case]:
+def timed_cases(types, shapes, dtypes, rows, variants: int) -> list[Case]:
+    """What the plan chooses for each number of rows of x; for one row, each of so many variants too."""
     cases = []
     for quant_type in types:
         for K, N in shapes:
@@ -63,10 +65,11 @@ def timed_cases(types, shapes, dtypes, rows) -> list[Case]:
                 if quant_type == "Q4_K" and 1 in rows:
                     cases.append(Case("published", quant_type, K, N, 1, dtype, timed=True))
                 cases += [Case("linear", quant_type, K, N, M, dtype, timed=True) for M in rows]
+                cases += [Case("linear", quant_type, K, N, 1, dtype, timed=True, variant=v) for v in range(variants)]
     return cases
 
 
-def checked_cases(types) -> list[Case]:
+def checked_cases(types, variants: int) -> list[Case]:
     """Small, odd ones: one row of the weight, rows that fill no threadgroup, weights at odd addresses, a bias."""
     cases = [
         Case("linear", quant_type, K, N, M, dtype, offset, bias)
@@ -75,6 +78,12 @@ def checked_cases(types) -> list[Case]:
         for dtype in DTYPES
         for offset, bias in ((0, True), (1, False))
         for M in ROWS_OF_X
+    ] + [
+        Case("linear", quant_type, K, N, 1, dtype, bias=True, variant=variant)
+        for quant_type in types
+        for K, N in CHECKED_SHAPES
+        for dtype in DTYPES
+        for variant in range(variants)
     ]
     return cases + [
         Case("published", "Q4_K", K, N, 1, dtype) for K, N in CHECKED_SHAPES for dtype in DTYPES if "Q4_K" in types
@@ -94,11 +103,16 @@ class Planner:
         )
         self._library = ctypes.CDLL(str(library))
 
+    @property
+    def variants(self) -> int:
+        """How many gemv kernels there are for one format, one type of x and aligned weights."""
+        return self._library.variant_count()
+
     def launch(self, case: Case) -> dict:
         """{"kernel", "groups": [x, y], "threads": [x, y] of a group, "params": hexadecimal}."""
-        product = (ctypes.c_int64 * 8)(
+        product = (ctypes.c_int64 * 9)(
             *(resolve_quant_type(case.quant_type), case.N, case.K, case.M, case.offset, row_bytes(case)),
-            *(DTYPES.index(case.dtype), case.bias),
+            *(DTYPES.index(case.dtype), case.bias, case.variant),
         )
         return self._plan(f"plan_{case.operator}", product)
 

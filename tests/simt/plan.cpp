@@ -14,9 +14,10 @@ struct Launch {
   unsigned char params[64];
 };
 
-// A product of M rows of x, K elements apart, and no bias or one of float32.
+// A product of M rows of x, K elements apart, and no bias or one of float32. variant: of the gemv kernel; negative: the
+// one that the plan chooses.
 struct Product {
-  int64_t quant_type, N, K, M, offset, row_bytes, dtype, bias;
+  int64_t quant_type, N, K, M, offset, row_bytes, dtype, bias, variant;
 };
 
 namespace {
@@ -41,14 +42,26 @@ Weight weight_of(const Product& p) {
   return {format_index(p.quant_type), p.N, p.K, uint64_t(p.offset), uint64_t(p.row_bytes)};
 }
 
+// What the launcher does for `linear`, on a GPU of as many cores as an H100 or H200 has.
+Plan<LinearParams> plan_product(const Product& p) {
+  constexpr uint32_t cores = 132;
+  const Rows x{p.M, p.K, Dtype(p.dtype)};
+  auto plan = plan_linear(weight_of(p), x, p.bias ? float_bias : no_bias, /*lane_order_known=*/true, cores);
+  if (p.variant >= 0) {
+    const GemvShape shape = gemv_shapes[p.variant];
+    plan.kernel.variant = int(p.variant);
+    plan.grid.x = (uint64_t(p.N) + shape.outputs() - 1) / shape.outputs() * shape.threads();
+    plan.threadgroup.x = shape.threads();
+  }
+  return plan;
+}
+
 }  // namespace
 
 extern "C" {
-// What the launcher does for `linear`.
+int variant_count() { return plain_gemv; }  // of aligned weights
 void plan_linear(const Product* p, Launch* launch) {
-  const uint32_t bias = p->bias ? float_bias : no_bias;
-  const Rows x{p->M, p->K, Dtype(p->dtype)};
-  fill(launch, [&] { return plan_linear(weight_of(*p), x, bias, /*lane_order_known=*/true); });
+  fill(launch, [&] { return plan_product(*p); });
 }
 void plan_published(const Product* p, Launch* launch) {
   fill(launch, [&] { return plan_published(weight_of(*p), Dtype(p->dtype)); });

@@ -154,7 +154,9 @@ def line(case: dict) -> str:
 def summary(result: dict) -> Iterator[str]:
     """Percent of the pure read at M = 1 by type and shape, then how many times as long more rows of x take."""
     cases = {
-        (c["operator"], c["quant_type"], c["dtype"], c["K"], c["N"], c["M"]): c for c in result["cases"] if "us" in c
+        (c["operator"], c["quant_type"], c["dtype"], c["K"], c["N"], c["M"]): c
+        for c in result["cases"]
+        if "us" in c and c["variant"] < 0
     }
     shapes = list(dict.fromkeys(key[3:5] for key in cases))
     counts = sorted({key[5] for key in cases} - {1})
@@ -171,6 +173,15 @@ def summary(result: dict) -> Iterator[str]:
             part = f"{one['percent_of_read']:5.1f}" if one else "    -"
             part += "".join(f" {c['us'] / one['us']:5.2f}x" if c and one else "      -" for c in more)
             row += part.rjust(34)
+        yield row
+    yield "\nPercent of a pure read by gemv kernel, M = 1; * marks the plan's choice"
+    variants = [c for c in result["cases"] if "us" in c and c["variant"] >= 0]
+    chosen = {(c["kernel"], c["K"], c["N"]) for c in cases.values()}
+    for kernel in dict.fromkeys(c["kernel"] for c in variants):
+        row = f"{kernel:34}"
+        for c in (c for c in variants if c["kernel"] == kernel):
+            mark = "*" if (kernel, c["K"], c["N"]) in chosen else " "
+            row += f"{c['K']:>8}x{c['N']:<6}{c['percent_of_read']:5.1f}{mark}"
         yield row
 
 

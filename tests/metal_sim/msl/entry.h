@@ -39,14 +39,14 @@ struct MslEntry<fn> {
 };
 
 template <auto fn, int count>
-bool msl_add(const char* name, const MslParameter (&parameters)[count]) {
+bool msl_add(const char* name, unsigned max_threads, const MslParameter (&parameters)[count]) {
   static_assert(MslEntry<fn>::parameter_count == count, "translate.py misread the kernel's parameters");
-  msl_register({name, &MslEntry<fn>::run, parameters, count});
+  msl_register({name, &MslEntry<fn>::run, parameters, count, max_threads});
   return true;
 }
 template <auto fn>
-bool msl_add(const char* name) {  // a kernel without parameters
-  msl_register({name, &MslEntry<fn>::run, nullptr, 0});
+bool msl_add(const char* name, unsigned max_threads) {  // a kernel without parameters
+  msl_register({name, &MslEntry<fn>::run, nullptr, 0, max_threads});
   return true;
 }
 
@@ -56,6 +56,16 @@ __attribute__((noinline)) T& msl_shared(const char* name) {
   static const char tag = 0;
   return *(T*)msl_threadgroup_variable(&tag, name, sizeof(T), alignof(T), __builtin_return_address(0));
 }
+
+#ifdef MSL_FLUSH_HALF_SUBNORMALS
+// half to float on a device that takes subnormal halfs for 0. clang calls it without -mf16c.
+extern "C" __attribute__((used, weak, visibility("hidden"), no_sanitize("undefined"))) float __extendhfsf2(half h) {
+  const uint bits = __builtin_bit_cast(ushort, h), magnitude = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+  if (magnitude < 0x400) return __builtin_bit_cast(float, sign);
+  const uint exponent = magnitude < 0x7c00 ? 0x38000000 : 0x70000000;  // infinity and NaN keep theirs full
+  return __builtin_bit_cast(float, sign | ((magnitude << 13) + exponent));
+}
+#endif
 
 // float to bfloat, rounded to nearest, ties to even. clang calls it where the processor has no such instruction; GCC's
 // runtime has it only since version 13.

@@ -124,6 +124,7 @@ MSL_INLINE bool isfinite(float x) { return __builtin_isfinite(x); }
 MSL_INLINE uint popcount(uint x) { return __builtin_popcount(x); }
 MSL_INLINE uint clz(uint x) { return x ? __builtin_clz(x) : 32; }
 MSL_INLINE uint ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
+MSL_INLINE uint rotate(uint x, uint left) { return __builtin_rotateleft32(x, left); }
 MSL_INLINE uint mulhi(uint a, uint b) { return uint((ulong)a * b >> 32); }
 template <typename T>
 MSL_INLINE T extract_bits(T x, uint offset, uint bits) {

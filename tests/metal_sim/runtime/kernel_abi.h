@@ -39,6 +39,7 @@ struct MslKernel {
   void (*run)(const MslLane*);
   const MslParameter* parameters;
   int parameter_count;
+  unsigned max_threads;  // of a threadgroup, as the kernel declares; 0 where it does not
 };
 
 struct MslSlot {  // what one lane hands to the others of its SIMD-group

@@ -283,13 +283,18 @@ void access(void* pointer, size_t size, bool write, bool atomic, void* place) {
 }
 
 void run(const Launch& launch) {
+  const uint64_t threads = uint64_t(launch.threads[0]) * launch.threads[1] * launch.threads[2];
+  if (threads > max_threads(launch.kernel)) {
+    throw Fault(std::string("kernel ") + launch.kernel.name + ": threadgroups of " + std::to_string(threads) +
+                " threads, more than the " + std::to_string(max_threads(launch.kernel)) + " there may be");
+  }
   std::lock_guard<std::mutex> guard(kernel_code_mutex());
   Machine& m = machine;
   m.launch = &launch;
   m.current = nullptr;
   m.fault.clear();
 
-  const unsigned count = launch.threads[0] * launch.threads[1] * launch.threads[2];
+  const unsigned count = unsigned(threads);
   Extent groups;
   for (int d = 0; d < 3; ++d) groups[d] = (uint64_t(launch.grid[d]) + launch.threads[d] - 1) / launch.threads[d];
   m.fibers.provide(count);

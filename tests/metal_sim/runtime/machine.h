@@ -29,6 +29,11 @@ struct Launch {
   Extent threads{};                          // per threadgroup
 };
 
+// What a kernel's threadgroups may have.
+inline unsigned max_threads(const MslKernel& kernel) {
+  return kernel.max_threads ? kernel.max_threads : max_threads_per_threadgroup;
+}
+
 // Throws Fault. Launches of several threads run one after the other.
 void run(const Launch& launch);
 

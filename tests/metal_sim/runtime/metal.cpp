@@ -156,7 +156,7 @@ const ClassObject pipeline_class("MTLComputePipelineState",
                                  {
                                      method(
                                          "maxTotalThreadsPerThreadgroup",
-                                         +[](Pipeline*, S*) { return uint64_t(max_threads_per_threadgroup); }),
+                                         +[](Pipeline* self, S*) { return uint64_t(max_threads(self->kernel)); }),
                                      method(
                                          "threadExecutionWidth", +[](Pipeline*, S*) { return uint64_t(32); }),
                                  });

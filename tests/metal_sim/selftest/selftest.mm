@@ -120,12 +120,40 @@ static void encode(at::mps::MPSStream* stream, id<MTLComputePipelineState> pipel
                                         });
 }
 
+// On a command queue beside PyTorch's stream.
+static void encode_on_own_queue(id<MTLComputePipelineState> pipeline, const at::Tensor& x, const at::Tensor& y,
+                                const std::string& fault) {
+  id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
+  const Params params{uint32_t(y.numel()), uint32_t(x.stride(0))};
+  id<MTLBuffer> buffer = [[device newBufferWithLength:sizeof params options:MTLResourceStorageModeShared] autorelease];
+  memcpy(buffer.contents, &params, sizeof params);
+  id<MTLCommandQueue> queue = [[device newCommandQueue] autorelease];
+  id<MTLCommandBuffer> commands = [queue commandBuffer];
+  id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
+  [encoder setComputePipelineState:pipeline];
+  set_tensor(encoder, x, 0, false);
+  set_tensor(encoder, y, 1, false);
+  [encoder setBuffer:buffer offset:0 atIndex:2];
+  [encoder dispatchThreads:MTLSizeMake(y.numel(), 1, 1) threadsPerThreadgroup:MTLSizeMake(64, 1, 1)];
+  if (fault != "own queue, not ended") [encoder endEncoding];
+  if (fault == "own queue, used after its end") [encoder setComputePipelineState:pipeline];
+  if (fault == "own queue, not committed") return;
+  if (fault != "own queue, waits uncommitted") [commands commit];
+  if (fault == "own queue, committed twice") [commands commit];
+  [commands waitUntilCompleted];
+  TORCH_CHECK(!commands.error, "the kernel has not run");
+}
+
 // y = 3 x + 7 of a one-dimensional float tensor. `fault` names a mistake to make.
 at::Tensor scale(const at::Tensor& x, std::string fault) {
   at::Tensor y = at::empty({x.size(0)}, x.options());
   id<MTLComputePipelineState> pipeline = pipeline_for(fault);
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  if (fault == "outside the queue") {
+  if (fault.starts_with("own queue")) {
+    @autoreleasepool {
+      encode_on_own_queue(pipeline, x, y, fault);
+    }
+  } else if (fault == "outside the queue") {
     encode(stream, pipeline, x, y, fault);
   } else if (fault == "encoder outside the queue") {
     __block id<MTLComputeCommandEncoder> encoder = nil;
