@@ -9,8 +9,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from metal_sim.kernels import compile_metal
 from msl_check.opencl import format_names, metal_sources
+
+from metal_sim.kernels import compile_metal
 
 SOURCES = ("gemv", "dequantize", "rows", "tiles", "matmul", "transposed")
 TYPES = ("float", "half", "bfloat")
