@@ -13,7 +13,8 @@ std::vector<Dispatch> recorded;
 
 void check_usable(const Encoder* encoder) {
   if (encoder->ended) throw Fault("the encoder is used after its end: ask the stream for commandEncoder() anew");
-  if (!encoder->later && !on_stream_queue()) throw Fault("the encoder is used outside the stream's queue (dispatch_sync_with_rethrow)");
+  if (!encoder->later && !on_stream_queue())
+    throw Fault("the encoder is used outside the stream's queue (dispatch_sync_with_rethrow)");
 }
 
 int argument_index(uint64_t index) {
@@ -146,7 +147,8 @@ const ClassObject encoder_class("MTLComputeCommandEncoder",
                                         +[](Encoder* self, S*) {
                                           check_usable(self);
                                           if (!self->later) {
-                                            throw Fault("endEncoding: the encoder is PyTorch's, which goes on using it");
+                                            throw Fault(
+                                                "endEncoding: the encoder is PyTorch's, which goes on using it");
                                           }
                                           self->ended = true;
                                         }),

@@ -59,8 +59,9 @@ const MslSlot* msl_gather(MslSlot mine, const char* operation, int line, void* p
 void msl_threadgroup_barrier(int flags, int line, void* place);
 void msl_simdgroup_barrier(int flags, int line, void* place);
 
-unsigned msl_lane();          // index in the SIMD-group
-unsigned msl_matrix_lane(unsigned lane);  // whose elements of an 8x8 matrix a lane holds, by Apple's order; see machine.h
+unsigned msl_lane();  // index in the SIMD-group
+unsigned msl_matrix_lane(
+    unsigned lane);           // whose elements of an 8x8 matrix a lane holds, by Apple's order; see machine.h
 unsigned msl_active_lanes();  // fewer than 32 in the last SIMD-group of an odd-sized threadgroup
 
 // A variable that a kernel declares in threadgroup memory; `key` identifies it. All lanes get the same memory.

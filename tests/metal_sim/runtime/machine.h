@@ -37,7 +37,8 @@ inline unsigned max_threads(const MslKernel& kernel) {
 // Throws Fault. Launches of several threads run one after the other.
 void run(const Launch& launch);
 
-// Lane i of a SIMD-group holds the elements of 8x8 matrices that are lane i ^ matrix_lane_order's on Apple's GPUs so far.
+// Lane i of a SIMD-group holds the elements of 8x8 matrices that are lane i ^ matrix_lane_order's on Apple's GPUs so
+// far.
 extern unsigned matrix_lane_order;
 
 // For the functions that kernels call. Ends the launch: run() throws what is said here.

@@ -1,5 +1,5 @@
-// Command queues of a launcher's own, beside PyTorch's stream. Their work is done when it is waited for, so that what is
-// read earlier is seen to be missing; it is not among dispatches().
+// Command queues of a launcher's own, beside PyTorch's stream. Their work is done when it is waited for, so that what
+// is read earlier is seen to be missing; it is not among dispatches().
 #include <utility>
 
 #include "encoder.h"
