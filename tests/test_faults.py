@@ -19,15 +19,16 @@ def run_faults(*arguments: str):
 
 
 @pytest.mark.slow
-def test_the_chosen_faults_are_caught(simulator):
-    lines = run_faults("--chosen").splitlines()
-    assert sum(line.startswith("caught ") for line in lines) == len(chosen.FAULTS)
+def test_a_third_of_the_chosen_faults_is_caught(simulator):
+    """All of them take ten minutes: `python tests/faults --chosen`, after a change of the Metal path."""
+    lines = run_faults("--chosen", "--every", "3").splitlines()
+    assert sum(line.startswith("caught ") for line in lines) == len(chosen.FAULTS[::3])
 
 
 @pytest.mark.slow
 def test_a_sample_of_the_mechanical_faults_is_caught(simulator):
     """All but those that survivors.txt explains."""
-    run_faults("--mechanical", "60", "--seed", "0")
+    run_faults("--mechanical", "20", "--seed", "0")
 
 
 @pytest.mark.parametrize("fault", chosen.FAULTS, ids=lambda fault: fault.name)

@@ -20,6 +20,7 @@ SLOTS = 2  # faults tried at a time, each in a folder of its own
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/faults", description="Breaks the Metal path in copies.")
     parser.add_argument("--chosen", action="store_true", help="the chosen faults")
+    parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th of the chosen ones")
     parser.add_argument("--mechanical", type=int, metavar="N", help="N of the mechanical ones")
     parser.add_argument("--seed", type=int, default=0, help="which N (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="all mechanical ones")
@@ -32,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def faults(given: argparse.Namespace) -> list[chosen.Fault | mutants.Mutant]:
-    found = list(chosen.FAULTS) if given.chosen else []
+    found = chosen.FAULTS[:: given.every] if given.chosen else []
     if given.all:
         found += mutants.all_mutants(mutants.LAUNCHER + mutants.KERNELS)
     elif given.mechanical is not None:
