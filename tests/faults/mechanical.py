@@ -21,7 +21,7 @@ LAUNCHER_TESTS = [
 
 
 def _planned(file: str) -> bool:
-    return file.endswith(("launch_plan.h", "params.h"))
+    return file.endswith(("launch_plan.h", "gemv_plan.h", "params.h"))
 
 
 def try_launcher(mutant: Mutant, folder: Path, usual: Path) -> Outcome:

@@ -18,11 +18,11 @@ TYPES = ("float", "half", "bfloat")
 
 
 def main() -> None:
-    sources = metal_sources()  # as embedded, with one more line end
+    sources = metal_sources()
     for source in SOURCES:
         for quant_type in format_names():
             for dtype in TYPES:
-                compile_metal(sources[source] + "\n", {"QGEMV_FORMAT": quant_type, "QGEMV_TYPE": dtype})
+                compile_metal(sources[source], {"QGEMV_FORMAT": quant_type, "QGEMV_TYPE": dtype})
 
 
 if __name__ == "__main__":

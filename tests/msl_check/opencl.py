@@ -87,7 +87,7 @@ def locate(text: str):
 def metal_sources() -> dict[str, str]:
     """{"gemv": text of metal/gemv.metal with its headers in place, ...}, as the extension embeds them."""
     flatten = runpy.run_path(str(METAL / "embed.py"))["flatten"]
-    return {path.stem: flatten(path) for path in sorted(METAL.glob("*.metal"))}
+    return {path.stem: flatten(path) + "\n" for path in sorted(METAL.glob("*.metal"))}
 
 
 def format_names() -> list[str]:
