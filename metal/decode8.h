@@ -50,7 +50,7 @@ inline float real_at(device const uchar* bytes) {
 // Two neighbouring bytes, each in a half of a word.
 template <typename S>
 inline uint spread(device const uchar* bytes) {
-  return as_type<uint>(ushort2(bytes[0], bytes[1]));
+  return halves(bytes[0], bytes[1]);
 }
 template <>
 inline uint spread<Aligned>(device const uchar* bytes) {

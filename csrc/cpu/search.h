@@ -29,6 +29,19 @@ constexpr float tie = 1.000001f;
 // By how many levels the ends of a range are moved.
 constexpr float grid_step = 0.4f;
 
+// Puts the choice in the place of the best so far in the lanes where it leaves less.
+template <int groups, class V>
+inline void keep(const Choice<V>& choice, Choice<V>& best) {
+  const auto better = less(choice.error, best.error);
+  best.error = select(better, choice.error, best.error);
+  best.d = select(better, choice.d, best.d);
+  best.dmin = select(better, choice.dmin, best.dmin);
+  for (int g = 0; g < groups; ++g) {
+    best.scale[g] = select(better, choice.scale[g], best.scale[g]);
+    best.min[g] = select(better, choice.min[g], best.min[g]);
+  }
+}
+
 // value = d * level
 template <class L, int n, int quick, int thorough>
 struct OneScale {
@@ -126,7 +139,7 @@ struct SharedScales {
         product = product + whole.scale * whole.level_x;
         square = square + whole.scale * whole.scale * whole.level2;
       }
-      keep(choice, best);
+      keep<groups>(choice, best);
       d = product * inverse<V>(square);
     }
   }
@@ -177,17 +190,6 @@ struct SharedScales {
     consider(inverse<V>(scale));
     return scale;
   }
-
-  template <class V>
-  static void keep(const Choice<V>& choice, Choice<V>& best) {
-    const auto better = less(choice.error, best.error);
-    best.error = select(better, choice.error, best.error);
-    best.d = select(better, choice.d, best.d);
-    for (int g = 0; g < groups; ++g) {
-      best.scale[g] = select(better, choice.scale[g], best.scale[g]);
-      best.min[g] = choice.min[g];
-    }
-  }
 };
 
 // value = d * scale[g] * level - dmin * min[g], with whole scales and minimums from 0 to last_scale
@@ -229,7 +231,7 @@ struct SharedScalesAndMins {
         mins2 = mins2 + w.min * w.min * range[g].weight;
         mins_x = mins_x + w.min * range[g].x;
       }
-      keep(choice, best);
+      keep<groups>(choice, best);
       next = refit(sum, mins2, mins_x);
     }
   }
@@ -309,18 +311,6 @@ struct SharedScalesAndMins {
     consider(inverse<V>(best.scale), best.min);
     consider(inverse<V>(best.scale), best.min);
     return best;
-  }
-
-  template <class V>
-  static void keep(const Choice<V>& choice, Choice<V>& best) {
-    const auto better = less(choice.error, best.error);
-    best.error = select(better, choice.error, best.error);
-    best.d = select(better, choice.d, best.d);
-    best.dmin = select(better, choice.dmin, best.dmin);
-    for (int g = 0; g < groups; ++g) {
-      best.scale[g] = select(better, choice.scale[g], best.scale[g]);
-      best.min[g] = select(better, choice.min[g], best.min[g]);
-    }
   }
 };
 
