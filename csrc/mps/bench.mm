@@ -25,7 +25,7 @@ id<MTLComputePipelineState> pipeline(const BenchKernel& kernel) {
     @autoreleasepool {
       id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
       TORCH_CHECK(device, "torch_qgemv: there is no Metal device");
-      if (!library) library = compile(device, bench_metal, @{}, "the benchmark");
+      if (!library) library = compile(device, bench_metal, nil, "the benchmark");
       kept = pipeline_of(device, library, kernel.name());
     }
   }

@@ -120,7 +120,8 @@ def compile_object(source: Path, torch: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         text = Path(temporary) / "preprocessed"
         run_zig(*command, "-E", source, "-o", text)
-        digest = toolchain.digest(toolchain.ZIGLANG, *map(str, command), text.read_text())
+        # Without the folders, so that a kernel file, which includes nothing of torch, is compiled once for all of them.
+        digest = toolchain.digest(toolchain.ZIGLANG, TARGET, *FLAGS, text.read_text())
     return toolchain.make(
         folder / f"mac_{source.stem}_{digest}.o", lambda out: run_zig(*command, "-c", source, "-o", out)
     )
