@@ -52,7 +52,8 @@ inline Plan<LinearParams> plan_linear(const Weight& w, const Rows& x, uint32_t b
   if (x.M <= 1) return plan_gemv(w, x.M, x.x_stride, x.dtype, bias_type, cores);
   if (x.M <= max_rows) {
     constexpr Family families[] = {rows2, rows3, rows4};
-    return plan_one_row_of_groups(families[x.M - 2], w, x, bias_type, rows_outputs * rows_simdgroups, rows_simdgroups);
+    const uint64_t outputs = rows_outputs * (rows_simdgroups / rows_splits(uint32_t(x.M)));
+    return plan_one_row_of_groups(families[x.M - 2], w, x, bias_type, outputs, rows_simdgroups);
   }
   if (x.M <= max_tiles_rows && lane_order_known) {
     return plan_one_row_of_groups(tiles, w, x, bias_type, tiles_outputs * tiles_simdgroups, tiles_simdgroups);
