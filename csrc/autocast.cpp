@@ -19,7 +19,25 @@ at::Tensor linear_autocast(const at::Tensor& x, const at::Tensor& weight, int64_
                  bias);
 }
 
-TORCH_LIBRARY_IMPL(torch_qgemv, AutocastCPU, m) { m.impl("linear", &linear_autocast<c10::DeviceType::CPU>); }
-TORCH_LIBRARY_IMPL(torch_qgemv, AutocastMPS, m) { m.impl("linear", &linear_autocast<c10::DeviceType::MPS>); }
+template <c10::DeviceType device>
+at::Tensor expert_linear_autocast(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
+                                  int64_t quant_type) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_qgemv::expert_linear", "")
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t)>();
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
+  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weight, ids,
+                 quant_type);
+}
+
+TORCH_LIBRARY_IMPL(torch_qgemv, AutocastCPU, m) {
+  m.impl("linear", &linear_autocast<c10::DeviceType::CPU>);
+  m.impl("expert_linear", &expert_linear_autocast<c10::DeviceType::CPU>);
+}
+TORCH_LIBRARY_IMPL(torch_qgemv, AutocastMPS, m) {
+  m.impl("linear", &linear_autocast<c10::DeviceType::MPS>);
+  m.impl("expert_linear", &expert_linear_autocast<c10::DeviceType::MPS>);
+}
 
 }  // namespace qgemv

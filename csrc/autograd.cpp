@@ -37,11 +37,24 @@ Tensor call_linear_transposed(const Tensor& grad_y, const Tensor& weight, int64_
   return op.call(grad_y, weight, quant_type);
 }
 
-// What a backward pass of either operator needs beside the gradient.
+// expert_linear or, `transposed`, expert_linear_transposed.
+Tensor call_expert_linear(bool transposed, const Tensor& rows, const Tensor& weight, const Tensor& ids,
+                          int64_t quant_type) {
+  auto find = [](const char* name) {
+    return c10::Dispatcher::singleton()
+        .findSchemaOrThrow(name, "")
+        .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t)>();
+  };
+  static const auto op = find("torch_qgemv::expert_linear"), back = find("torch_qgemv::expert_linear_transposed");
+  return (transposed ? back : op).call(rows, weight, ids, quant_type);
+}
+
+// What a backward pass of an operator needs beside the gradient, the weight and, for experts, ids.
 struct Saved {
   int64_t quant_type;
-  bool transposed;  // the operator was linear_transposed
+  bool transposed;  // the operator was linear_transposed or expert_linear_transposed
   at::ScalarType bias_dtype;
+  bool several = false;  // each row of x had several experts
 };
 
 // In float32 whatever the dtypes: only the result is rounded.
@@ -51,19 +64,28 @@ Tensor sum_rows(const Tensor& grad_y, at::ScalarType dtype) {
   return (leading.empty() ? grad_y : grad_y.sum(leading, /*keepdim=*/false, at::kFloat)).to(dtype);
 }
 
-// The gradients of x and the bias, or of grad_y, as far as they are needed.
-variable_list gradients(const Tensor& grad, const Tensor& weight, const Saved& saved, const std::vector<bool>& needed) {
+// The gradient of x or grad_y.
+Tensor gradient(const Tensor& grad, const Tensor& weight, const Tensor& ids, const Saved& saved) {
+  if (!ids.defined())
+    return saved.transposed ? call_linear(grad, weight, saved.quant_type, std::nullopt)
+                            : call_linear_transposed(grad, weight, saved.quant_type);
+  const Tensor each = call_expert_linear(!saved.transposed, grad, weight, ids, saved.quant_type);
+  return saved.several ? each.sum({-2}, /*keepdim=*/false, at::kFloat).to(grad.scalar_type()) : each;
+}
+
+// That and the gradient of the bias, as far as they are needed.
+variable_list gradients(const Tensor& grad, const Tensor& weight, const Tensor& ids, const Saved& saved,
+                        const std::vector<bool>& needed) {
   variable_list results(needed.size());
   if (!grad.defined()) return results;
-  if (needed[0])
-    results[0] = saved.transposed ? call_linear(grad, weight, saved.quant_type, std::nullopt)
-                                  : call_linear_transposed(grad, weight, saved.quant_type);
+  if (needed[0]) results[0] = gradient(grad, weight, ids, saved);
   if (needed.size() > 1 && needed[1]) results[1] = sum_rows(grad, saved.bias_dtype);
   return results;
 }
 
 struct PackedBackward : Node {
-  PackedBackward(const Tensor& weight, const Saved& saved) : weight_(weight, /*is_output=*/false), saved_(saved) {}
+  PackedBackward(const Tensor& weight, const Tensor& ids, const Saved& saved)
+      : weight_(weight, /*is_output=*/false), ids_(ids, /*is_output=*/false), saved_(saved) {}
 
   std::string name() const override {
     return saved_.transposed ? "QuantLinearTransposedBackward" : "QuantLinearBackward";
@@ -71,31 +93,37 @@ struct PackedBackward : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return gradients(grads[0], weight_.unpack(), saved_, needed());
+    return gradients(grads[0], weight_.unpack(), ids_.unpack(), saved_, needed());
   }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     weight_.reset_data();
+    ids_.reset_data();
   }
 
   // For torch's compiled autograd: what a compiled backward pass depends on, and a call of `gradients` for its graph.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(weight_, /*is_output=*/false);
+    args.collect(ids_, /*is_output=*/false);
     args.collect(saved_.quant_type);
     args.collect(saved_.transposed);
     args.collect(saved_.bias_dtype);
+    args.collect(saved_.several);
   }
 
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
     swap.before(weight_);
+    swap.before(ids_);
     PackedArgs args;
     args.pack(weight_.unpack());
+    args.pack(ids_.unpack());
     args.pack(saved_.quant_type);
     args.pack(saved_.transposed);
     args.pack(saved_.bias_dtype);
+    args.pack(saved_.several);
     args.pack(needed());
     std::vector<at::TypePtr> types;
     for (const at::IValue& value : args.vec())
@@ -107,17 +135,20 @@ struct PackedBackward : Node {
     variable_list results =
         python->call_function(swap.get_py_compiler(), "apply_functional", function, grads, args.vec(), edges);
     swap.after(weight_);
+    swap.after(ids_);
     return results;
   }
 
  private:
   static variable_list apply_to_args(const variable_list& grads, const std::vector<at::IValue>& values) {
     torch::dynamo::autograd::PackedArgs args(values);
-    const auto weight = args.unpack<Tensor>();
+    const auto weight = args.unpack<Tensor>(), ids = args.unpack<Tensor>();
     const auto quant_type = args.unpack<int64_t>();
     const auto transposed = args.unpack<bool>();
     const auto bias_dtype = args.unpack<at::ScalarType>();
-    return gradients(grads[0], weight, {quant_type, transposed, bias_dtype}, args.unpack<std::vector<bool>>());
+    const auto several = args.unpack<bool>();
+    return gradients(grads[0], weight, ids, {quant_type, transposed, bias_dtype, several},
+                     args.unpack<std::vector<bool>>());
   }
 
   std::vector<bool> needed() const {
@@ -126,19 +157,19 @@ struct PackedBackward : Node {
     return result;
   }
 
-  SavedVariable weight_;
+  SavedVariable weight_, ids_;  // ids: of experts only
   Saved saved_;
 };
 
 // Nodes are held by a std::shared_ptr in torch 2.10 and by an intrusive pointer in later releases.
 using NodePtr = decltype(torch::autograd::Edge::function);
 template <class T>
-NodePtr make_node(const Tensor& weight, const Saved& saved, torch::autograd::edge_list&& inputs) {
+NodePtr make_node(const Tensor& weight, const Tensor& ids, const Saved& saved, torch::autograd::edge_list&& inputs) {
   NodePtr node;
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
-    node = NodePtr(new T(weight, saved), [](auto* node) { deleteNode(node); });
+    node = NodePtr(new T(weight, ids, saved), [](auto* node) { deleteNode(node); });
   } else {
-    node = c10::make_intrusive<T>(weight, saved);
+    node = c10::make_intrusive<T>(weight, ids, saved);
   }
   node->set_next_edges(std::move(inputs));
   return node;
@@ -148,7 +179,7 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, int64_t quant_type
   NodePtr node;
   if (compute_requires_grad(x, bias)) {
     const Saved saved{quant_type, /*transposed=*/false, bias ? bias->scalar_type() : at::kFloat};
-    node = make_node<PackedBackward>(weight, saved, collect_next_edges(x, bias ? *bias : Tensor()));
+    node = make_node<PackedBackward>(weight, Tensor(), saved, collect_next_edges(x, bias ? *bias : Tensor()));
   }
   Tensor y;
   {
@@ -166,27 +197,46 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, int64_t quant_type
   return y;
 }
 
-Tensor linear_transposed_autograd(const Tensor& grad_y, const Tensor& weight, int64_t quant_type) {
+// An operator that is linear in `rows` alone: call(rows).
+template <class Call>
+Tensor with_derivatives(const Tensor& rows, const Tensor& weight, const Tensor& ids, const Saved& saved, Call call) {
   NodePtr node;
-  if (compute_requires_grad(grad_y)) {
-    const Saved saved{quant_type, /*transposed=*/true, at::kFloat};
-    node = make_node<PackedBackward>(weight, saved, collect_next_edges(grad_y));
-  }
-  Tensor grad_x;
+  if (compute_requires_grad(rows)) node = make_node<PackedBackward>(weight, ids, saved, collect_next_edges(rows));
+  Tensor result;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    grad_x = call_linear_transposed(grad_y, weight, quant_type);
+    result = call(rows);
   }
-  if (node) set_history(grad_x, node);
-  if (isFwGradDefined(grad_y))
-    grad_x._set_fw_grad(call_linear_transposed(grad_y._fw_grad(0), weight, quant_type), /*level=*/0,
-                        /*is_inplace_op=*/false);
-  return grad_x;
+  if (node) set_history(result, node);
+  if (isFwGradDefined(rows)) result._set_fw_grad(call(rows._fw_grad(0)), /*level=*/0, /*is_inplace_op=*/false);
+  return result;
+}
+
+Tensor linear_transposed_autograd(const Tensor& grad_y, const Tensor& weight, int64_t quant_type) {
+  return with_derivatives(grad_y, weight, Tensor(), {quant_type, /*transposed=*/true, at::kFloat},
+                          [&](const Tensor& rows) { return call_linear_transposed(rows, weight, quant_type); });
+}
+
+Tensor expert_linear_autograd(const Tensor& x, const Tensor& weight, const Tensor& ids, int64_t quant_type) {
+  const Saved saved{quant_type, /*transposed=*/false, at::kFloat, /*several=*/ids.dim() == x.dim()};
+  return with_derivatives(x, weight, ids, saved, [&](const Tensor& rows) {
+    return call_expert_linear(/*transposed=*/false, rows, weight, ids, quant_type);
+  });
+}
+
+Tensor expert_linear_transposed_autograd(const Tensor& grad_y, const Tensor& weight, const Tensor& ids,
+                                         int64_t quant_type) {
+  const Saved saved{quant_type, /*transposed=*/true, at::kFloat};
+  return with_derivatives(grad_y, weight, ids, saved, [&](const Tensor& rows) {
+    return call_expert_linear(/*transposed=*/true, rows, weight, ids, quant_type);
+  });
 }
 
 TORCH_LIBRARY_IMPL(torch_qgemv, Autograd, m) {
   m.impl("linear", &linear_autograd);
   m.impl("linear_transposed", &linear_transposed_autograd);
+  m.impl("expert_linear", &expert_linear_autograd);
+  m.impl("expert_linear_transposed", &expert_linear_transposed_autograd);
 }
 
 }  // namespace qgemv

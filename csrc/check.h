@@ -37,22 +37,25 @@ struct MatrixSize {
 
 // Plain weights are [N, row_bytes]. On the CPU they may be interleaved (csrc/cpu/kernels.h), which their shape says:
 // [K / block_size, N, bytes of a block], with two blocks or more, so that a plain weight[None] is never taken for one.
-inline MatrixSize check_weight(const char* op, const at::Tensor& weight, const Format& format) {
+// Those of experts have one more size in front.
+inline MatrixSize check_weight(const char* op, const at::Tensor& weight, const Format& format, bool experts = false) {
   TORCH_CHECK_TYPE(weight.scalar_type() == at::kByte, "torch_qgemv.", op,
                    ": weight must hold packed bytes (uint8), got ", weight.scalar_type());
-  if (weight.dim() == 3 && weight.sym_size(0) > 1 && weight.sym_size(2) == format.type_size) {
+  const int64_t dim = weight.dim() - experts;
+  if (dim == 3 && weight.sym_size(-3) > 1 && weight.sym_size(-1) == format.type_size) {
     TORCH_CHECK_VALUE(weight.is_cpu() || weight.is_meta(), "torch_qgemv.", op, ": weight ", weight.sym_sizes(),
                       " is interleaved, which only the CPU can read, but is on ", weight.device());
     TORCH_CHECK_VALUE(weight.is_contiguous(), "torch_qgemv.", op, ": weight ", weight.sym_sizes(),
                       " is interleaved, so it can't be a view of parts");
-    return {weight.sym_size(1), weight.sym_size(0) * format.block_size};
+    return {weight.sym_size(-2), weight.sym_size(-3) * format.block_size};
   }
-  TORCH_CHECK_VALUE(weight.dim() == 2, "torch_qgemv.", op, ": weight must be [N, row_bytes], got ", weight.sym_sizes());
-  const c10::SymInt row_bytes = weight.sym_size(1);
+  TORCH_CHECK_VALUE(dim == 2, "torch_qgemv.", op, ": weight must be ", experts ? "[E, N, row_bytes]" : "[N, row_bytes]",
+                    ", got ", weight.sym_sizes());
+  const c10::SymInt row_bytes = weight.sym_size(-1);
   TORCH_CHECK_VALUE(row_bytes % format.type_size == 0, "torch_qgemv.", op, ": weight has rows of ", row_bytes,
                     " bytes (shape ", weight.sym_sizes(), "), which is no whole number of ", format.name, " blocks of ",
                     format.type_size, " bytes");
-  return {weight.sym_size(0), row_bytes / format.type_size * format.block_size};
+  return {weight.sym_size(-2), row_bytes / format.type_size * format.block_size};
 }
 
 inline void check_float(const char* op, const char* name, at::ScalarType dtype) {
@@ -63,6 +66,11 @@ inline void check_float(const char* op, const char* name, at::ScalarType dtype) 
 inline void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& weight) {
   TORCH_CHECK_VALUE(tensor.device() == weight.device(), "torch_qgemv.", op, ": ", name, " is on ", tensor.device(),
                     ", but weight is on ", weight.device());
+}
+
+inline void check_index(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt, "torch_qgemv.", op, ": ",
+                   name, " must be int64 or int32, got ", tensor.scalar_type());
 }
 
 inline MatrixSize check_linear(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
@@ -109,8 +117,49 @@ inline MatrixSize check_embedding(const at::Tensor& indices, const at::Tensor& w
   const MatrixSize size = check_weight("embedding", weight, check_quant_type("embedding", quant_type));
   check_float("embedding", "dtype", dtype);
   check_same_device("embedding", "indices", indices, weight);
-  TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt,
-                   "torch_qgemv.embedding: indices must be int64 or int32, got ", indices.scalar_type());
+  check_index("embedding", "indices", indices);
+  return size;
+}
+
+inline MatrixSize check_experts(const char* op, const char* name, const at::Tensor& rows, const at::Tensor& weight,
+                                const at::Tensor& ids, int64_t quant_type) {
+  const MatrixSize size = check_weight(op, weight, check_quant_type(op, quant_type), /*experts=*/true);
+  check_float(op, name, rows.scalar_type());
+  check_same_device(op, name, rows, weight);
+  check_same_device(op, "ids", ids, weight);
+  check_index(op, "ids", ids);
+  return size;
+}
+
+// Whether ids has the leading sizes of x or grad_y, and `more` sizes behind them.
+inline bool has_leading_sizes(const at::Tensor& ids, const at::Tensor& rows, int64_t more) {
+  const int64_t leading = rows.dim() - 1;
+  return leading >= 0 && ids.dim() == leading + more &&
+         ids.sym_sizes().slice(0, leading) == rows.sym_sizes().slice(0, leading);
+}
+
+inline MatrixSize check_expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
+                                      int64_t quant_type) {
+  const MatrixSize size = check_experts("expert_linear", "x", x, weight, ids, quant_type);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) == size.K,
+                    "torch_qgemv.expert_linear: x must be [..., K] with K = ", size.K, ", got ", x.sym_sizes(),
+                    "; weight ", weight.sym_sizes(), " of ", check_quant_type("expert_linear", quant_type).name,
+                    " has E = ", weight.sym_size(0), ", N = ", size.N, ", K = ", size.K);
+  TORCH_CHECK_VALUE(has_leading_sizes(ids, x, 0) || has_leading_sizes(ids, x, 1),
+                    "torch_qgemv.expert_linear: ids must have an expert, or several in one more dimension, for each "
+                    "row of x ",
+                    x.sym_sizes(), ", got ", ids.sym_sizes());
+  return size;
+}
+
+inline MatrixSize check_expert_linear_transposed(const at::Tensor& grad_y, const at::Tensor& weight,
+                                                 const at::Tensor& ids, int64_t quant_type) {
+  const char* op = "expert_linear_transposed";
+  const MatrixSize size = check_experts(op, "grad_y", grad_y, weight, ids, quant_type);
+  TORCH_CHECK_VALUE(has_leading_sizes(ids, grad_y, 0) && grad_y.sym_size(-1) == size.N, "torch_qgemv.", op,
+                    ": grad_y must be [..., N] with N = ", size.N, " and a row for each of ids ", ids.sym_sizes(),
+                    ", got ", grad_y.sym_sizes(), "; weight ", weight.sym_sizes(), " has E = ", weight.sym_size(0),
+                    ", N = ", size.N, ", K = ", size.K);
   return size;
 }
 
@@ -149,10 +198,10 @@ inline MatrixSize check_quantize(const at::Tensor& weight, int64_t quant_type,
 
 // The rows of a plain weight may lie at any distance; only the bytes of a row must be neighbours.
 inline at::Tensor with_dense_rows(const at::Tensor& weight) {
-  return weight.dim() == 3 || weight.stride(1) == 1 || weight.size(1) <= 1 ? weight : weight.contiguous();
+  return weight.stride(-1) == 1 || weight.size(-1) <= 1 ? weight : weight.contiguous();
 }
 
-// The shape of x or grad_y with its last size replaced, or of the indices with one more.
+// The shape of x or grad_y with its last size replaced, or of indices or ids with one more.
 inline std::vector<c10::SymInt> linear_shape(const at::Tensor& x, const MatrixSize& size) {
   std::vector<c10::SymInt> shape = x.sym_sizes().vec();
   shape.back() = size.N;
@@ -163,10 +212,13 @@ inline std::vector<c10::SymInt> linear_transposed_shape(const at::Tensor& grad_y
   shape.back() = size.K;
   return shape;
 }
-inline std::vector<c10::SymInt> embedding_shape(const at::Tensor& indices, const MatrixSize& size) {
+inline std::vector<c10::SymInt> with_size(const at::Tensor& indices, const c10::SymInt& size) {
   std::vector<c10::SymInt> shape = indices.sym_sizes().vec();
-  shape.push_back(size.K);
+  shape.push_back(size);
   return shape;
+}
+inline std::vector<c10::SymInt> embedding_shape(const at::Tensor& indices, const MatrixSize& size) {
+  return with_size(indices, size.K);
 }
 
 inline std::vector<c10::SymInt> quantized_shape(const MatrixSize& size, int64_t quant_type) {

@@ -31,6 +31,17 @@ at::Tensor embedding_meta(const at::Tensor& indices, const at::Tensor& weight, i
   return at::empty_symint(embedding_shape(indices, size), weight.options().dtype(type));
 }
 
+at::Tensor expert_linear_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
+                              int64_t quant_type) {
+  return at::empty_symint(with_size(ids, check_expert_linear(x, weight, ids, quant_type).N), x.options());
+}
+
+at::Tensor expert_linear_transposed_meta(const at::Tensor& grad_y, const at::Tensor& weight, const at::Tensor& ids,
+                                         int64_t quant_type) {
+  const MatrixSize size = check_expert_linear_transposed(grad_y, weight, ids, quant_type);
+  return at::empty_symint(with_size(ids, size.K), grad_y.options());
+}
+
 at::Tensor quantize_meta(const at::Tensor& weight, int64_t quant_type, const std::optional<at::Tensor>& importance) {
   const MatrixSize size = check_quantize(weight, quant_type, importance);
   return at::empty_symint(quantized_shape(size, quant_type), weight.options().dtype(at::kByte));
@@ -59,6 +70,10 @@ TORCH_LIBRARY(torch_qgemv, m) {
   m.def("dequantize(Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("embedding(Tensor indices, Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor",
         {at::Tag::pt2_compliant_tag});
+  // linear by the one of E weights that ids names for each row of x, and its transposed form.
+  m.def("expert_linear(Tensor x, Tensor weight, Tensor ids, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("expert_linear_transposed(Tensor grad_y, Tensor weight, Tensor ids, int quant_type) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
   m.def("quantize(Tensor weight, int quant_type, Tensor? importance=None) -> Tensor", {at::Tag::pt2_compliant_tag});
   // The form of a weight that the CPU multiplies fastest, and back. The other operators take either.
   m.def("interleave(Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -78,6 +93,8 @@ TORCH_LIBRARY_IMPL(torch_qgemv, Meta, m) {
   m.impl("linear_transposed", &linear_transposed_meta);
   m.impl("dequantize", &dequantize_meta);
   m.impl("embedding", &embedding_meta);
+  m.impl("expert_linear", &expert_linear_meta);
+  m.impl("expert_linear_transposed", &expert_linear_transposed_meta);
   m.impl("quantize", &quantize_meta);
   m.impl("interleave", &interleave_meta);
   m.impl("deinterleave", &deinterleave_meta);

@@ -31,8 +31,7 @@ template <typename F, typename S, typename T>
 kernel void embedding(device const uchar* weight [[buffer(0)]], device const uchar* indices [[buffer(1)]],
                       device T* out [[buffer(2)]], constant EmbeddingParams& p [[buffer(3)]],
                       uint2 at [[thread_position_in_grid]]) {
-  const long index =
-      p.index_bytes == 8 ? ((device const long*)indices)[at.y] : long(((device const int*)indices)[at.y]);
+  const long index = index_at(indices, at.y, p.index_bytes);
   out += ulong(at.y) * p.K;
   if (index < 0 || index >= long(p.N)) {
     for (int i = 0; i < chunk_size; ++i) out[at.x * chunk_size + i] = T(NAN);

@@ -64,23 +64,26 @@ inline void accumulate(thread L& part, device const uchar* weight, device const 
 template <typename F, typename S, typename T, uint rows, uint splits>
 using GemvLane = Lane<F, S, T, rows == 8 && splits == 1>;
 
-template <typename F, typename S, typename T, uint rows, uint simdgroups, uint splits>
-[[kernel, max_total_threads_per_threadgroup(simd_width* simdgroups)]] void gemv(
-    device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]], device const uchar* bias [[buffer(2)]],
-    device T* y [[buffer(3)]], constant LinearParams& p [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+// What a threadgroup needs of its memory.
+template <typename L, uint rows, uint simdgroups, uint splits>
+struct GemvMemory {
+  enum { table = L::table_words / 2 + 1, partial = splits > 1 ? simdgroups * rows : 1 };
+};
+
+// The outputs of threadgroup `group` for the first row of x that `row` has.
+template <typename F, typename S, typename T, uint rows, uint simdgroups, uint splits, typename Rows>
+inline void gemv_outputs(device const uchar* weight, device const T* x, Rows row, device T* y, constant LinearParams& p,
+                         uint group, uint simdgroup, uint lane, threadgroup ulong* table, threadgroup float* partial) {
   using L = GemvLane<F, S, T, rows, splits>;
-  threadgroup ulong table[L::table_words / 2 + 1];  // aligned for pairs of words
-  threadgroup float partial[splits > 1 ? simdgroups * rows : 1];
   L::fill_table((threadgroup uint*)table, simdgroup * simd_width + lane, simdgroups * simd_width);
 
-  const uint first = (group.x * (simdgroups / splits) + simdgroup / splits) * rows;
+  const uint first = (group * (simdgroups / splits) + simdgroup / splits) * rows;
   if (splits == 1 && first >= p.N) return;  // the whole SIMD-group leaves together
   L part(lane % L::lanes, (threadgroup const uint*)table);
   const uint stream = (simdgroup % splits * simd_width + lane) / L::lanes;
   float total[rows] = {};
-  accumulate<F, L, T, rows>(part, weight, x + group.y * p.x_stride, p, first, stream, splits * simd_width / L::lanes,
-                            total);
+  accumulate<F, L, T, rows>(part, weight, x + row.x_row(0) * p.x_stride, p, first, stream,
+                            splits * simd_width / L::lanes, total);
 
   float sum = 0.0f;  // lane r's is output first + r
 #pragma unroll
@@ -94,9 +97,19 @@ template <typename F, typename S, typename T, uint rows, uint simdgroups, uint s
     if (simdgroup % splits != 0) return;
     for (uint i = 1; i < splits && lane < rows; ++i) sum += partial[(simdgroup + i) * rows + lane];
   }
-  if (lane < rows && first + lane < p.N) {
-    y[ulong(group.y) * p.N + first + lane] = T(sum + bias_at(bias, p.bias_type, first + lane));
-  }
+  if (lane < rows && first + lane < p.N) y[row.y_row(0) * p.N + first + lane] = T(sum + row.term(first + lane));
+}
+
+template <typename F, typename S, typename T, uint rows, uint simdgroups, uint splits>
+[[kernel, max_total_threads_per_threadgroup(simd_width* simdgroups)]] void gemv(
+    device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]], device const uchar* bias [[buffer(2)]],
+    device T* y [[buffer(3)]], constant LinearParams& p [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  using Memory = GemvMemory<GemvLane<F, S, T, rows, splits>, rows, simdgroups, splits>;
+  threadgroup ulong table[Memory::table];  // aligned for pairs of words
+  threadgroup float partial[Memory::partial];
+  const PlainRows row = {group.y, 1, bias, p.bias_type};
+  gemv_outputs<F, S, T, rows, simdgroups, splits>(weight, x, row, y, p, group.x, simdgroup, lane, table, partial);
 }
 
 }  // namespace qgemv

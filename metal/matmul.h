@@ -159,28 +159,22 @@ struct Products {
   }
 };
 
-// Side: Forward or Transposed. R: 32 or 64, with R / 16 SIMD-groups.
-template <typename Side, typename T, int R>
-kernel void matmul(device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]],
-                   device const uchar* bias [[buffer(2)]], device T* y [[buffer(3)]],
-                   constant LinearParams& p [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
-                   uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  const uint threads = 2 * R, thread_index = simdgroup * simd_width + lane, first_row = group.x * R;
-  threadgroup uint table[Side::P::table_size];
+// A tile of up to R rows of y. Side: Forward or Transposed. R: 32 or 64, with R / 16 SIMD-groups.
+template <typename Side, typename T, int R, typename Rows>
+inline void make_tile(device const uchar* weight, device const T* x, Rows rows, device T* y, constant LinearParams& p,
+                      uint tile, uint simdgroup, uint lane, threadgroup uint* table,
+                      threadgroup vec<float, 4>* memory) {
+  const uint threads = 2 * R, thread_index = simdgroup * simd_width + lane;
   Side::P::fill_table(table, thread_index, threads);
-  threadgroup vec<float, 4> memory[TileMemory<T, R>::vectors];
-  static_assert(sizeof(table) + sizeof(memory) <= 19 * 1024, "more of them have to fit on a GPU core");
   threadgroup float* weights = (threadgroup float*)memory;
   threadgroup T* xs = (threadgroup T*)(weights + Step<T>::weight_words);
 
-  const Side side(weight, p, group.y, thread_index);
+  const Side side(weight, p, tile, thread_index);
   // A thread brings one quad of four rows of x.
   const uint quad = thread_index % 8, x_row = thread_index / 8;
   device const T* x_rows[4];
 #pragma unroll
-  for (uint i = 0; i < 4; ++i) {
-    x_rows[i] = x + min(first_row + x_row + i * (threads / 8), p.M - 1) * p.x_stride;  // past the last row: that one
-  }
+  for (uint i = 0; i < 4; ++i) x_rows[i] = x + rows.x_row(x_row + i * (threads / 8)) * p.x_stride;
   const uint my_rows = simdgroup / 2 * 32, my_outputs = simdgroup % 2 * 32;
   Products<T> products;
   for (uint step = 0; step < side.steps; ++step) {
@@ -203,12 +197,24 @@ kernel void matmul(device const uchar* weight [[buffer(0)]], device const T* x [
   products.store(weights + my_rows * tile_stride + my_outputs);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint i = thread_index; i < R * matmul_outputs; i += threads) {
-    const uint m = first_row + i / matmul_outputs, n = side.output(i % matmul_outputs);
-    if (m < p.M && n < side.outputs()) {
-      const float sum = weights[i / matmul_outputs * tile_stride + i % matmul_outputs];
-      y[ulong(m) * side.outputs() + n] = T(sum + bias_at(bias, p.bias_type, n));
+    const uint m = i / matmul_outputs, n = side.output(i % matmul_outputs);
+    if (m < rows.count && n < side.outputs()) {
+      const float sum = weights[m * tile_stride + i % matmul_outputs];
+      y[rows.y_row(m) * side.outputs() + n] = T(sum + rows.term(n));
     }
   }
+}
+
+template <typename Side, typename T, int R>
+kernel void matmul(device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]],
+                   device const uchar* bias [[buffer(2)]], device T* y [[buffer(3)]],
+                   constant LinearParams& p [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
+                   uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint table[Side::P::table_size];
+  threadgroup vec<float, 4> memory[TileMemory<T, R>::vectors];
+  static_assert(sizeof(table) + sizeof(memory) <= 19 * 1024, "more of them have to fit on a GPU core");
+  const PlainRows rows = {group.x * R, p.M - group.x * R, bias, p.bias_type};
+  make_tile<Side, T, R>(weight, x, rows, y, p, group.y, simdgroup, lane, table, memory);
 }
 
 }  // namespace qgemv

@@ -69,6 +69,32 @@ struct EmbeddingParams {
 };
 static_assert(sizeof(EmbeddingParams) == 24, "the same on both sides");
 
+// A product by experts. Its rows are those of y, one for each of ids; neighbouring ones have the same row of x.
+struct ExpertParams {
+  LinearParams product;   // of one expert
+  uint64_t expert_bytes;  // from one expert's weight to the next
+  uint32_t experts;       // at least one
+  uint32_t rows_per_x;    // rows of y for a row of x
+  uint32_t index_bytes;   // of an id: 4 or 8
+  uint32_t reserved;
+};
+static_assert(sizeof(ExpertParams) == 56, "the same on both sides");
+
+struct RouteParams {
+  uint32_t rows, experts, tile_rows, tiles;
+  uint32_t index_bytes;
+};
+static_assert(sizeof(RouteParams) == 20, "the same on both sides");
+
+// Rows order[first] .. order[first + count - 1] of one expert; `expert` is the number of experts where ids named none
+// of them.
+struct RouteTile {
+  uint32_t expert, first, count;
+};
+static_assert(sizeof(RouteTile) == 12, "the same on both sides");
+
+enum : uint32_t { expert_tile_rows = 32 };  // of the matrix kernels by experts; those of tiles have max_tiles_rows
+
 // Bytes that the start of every row must be a multiple of for a format's usual kernels; elsewhere its plain kernels
 // run, which read single bytes. Without an entry here: two, for fields of 16 bits.
 template <typename F>

@@ -4,6 +4,11 @@
 
 namespace qgemv {
 
+// An index of 4 or 8 bytes.
+inline long index_at(device const uchar* indices, uint i, uint bytes) {
+  return bytes == 8 ? ((device const long*)indices)[i] : long(((device const int*)indices)[i]);
+}
+
 // A number of 0..1023 lies masked in 16 bits. Read as a half it is the subnormal n * 2^-24, exactly, and a float
 // multiply-add takes it as it is: no integer is converted. What is made from it is 2^24 times too small.
 //

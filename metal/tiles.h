@@ -85,12 +85,10 @@ struct TilesLane {
   }
 };
 
-template <typename F, typename S, typename T>
-kernel void tiles(device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]],
-                  device const uchar* bias [[buffer(2)]], device T* y [[buffer(3)]],
-                  constant LinearParams& p [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
-                  uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint table[Piece<F, S>::table_size];
+// The outputs of threadgroup `group` for up to 8 rows of x.
+template <typename F, typename S, typename T, typename Rows>
+inline void tiles_outputs_of(device const uchar* weight, device const T* x, Rows rows, device T* y,
+                             constant LinearParams& p, uint group, uint simdgroup, uint lane, threadgroup uint* table) {
   Piece<F, S>::fill_table(table, simdgroup * simd_width + lane, tiles_simdgroups * simd_width);
 
   const uint first = (group * tiles_simdgroups + simdgroup) * tiles_outputs;
@@ -99,7 +97,7 @@ kernel void tiles(device const uchar* weight [[buffer(0)]], device const T* x [[
   part.pieces = p.K / piece_size;
   part.table = table;
   const uint m = part.place.row, column = part.place.column;
-  part.x = x + min(m, p.M - 1) * p.x_stride;  // past the last row: that one
+  part.x = x + rows.x_row(m) * p.x_stride;
 #pragma unroll
   for (uint n = 0; n < tiles_outputs / 8; ++n) {
 #pragma unroll
@@ -113,14 +111,26 @@ kernel void tiles(device const uchar* weight [[buffer(0)]], device const T* x [[
   for (; at + 8 <= part.pieces; at += 8) part.template add<true>(at);
   if (F::block_size % 256 != 0 && at < part.pieces) part.template add<false>(at);
 
+  if (m >= rows.count) return;
+  y += rows.y_row(m) * p.N;
 #pragma unroll
   for (uint n = 0; n < tiles_outputs / 8; ++n) {
 #pragma unroll
     for (uint e = 0; e < 2; ++e) {
       const uint output = first + 8 * n + column + e;
-      if (m < p.M && output < p.N) y[ulong(m) * p.N + output] = T(part.sum[n][e] + bias_at(bias, p.bias_type, output));
+      if (output < p.N) y[output] = T(part.sum[n][e] + rows.term(output));
     }
   }
+}
+
+template <typename F, typename S, typename T>
+kernel void tiles(device const uchar* weight [[buffer(0)]], device const T* x [[buffer(1)]],
+                  device const uchar* bias [[buffer(2)]], device T* y [[buffer(3)]],
+                  constant LinearParams& p [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
+                  uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup uint table[Piece<F, S>::table_size];
+  const PlainRows rows = {0, p.M, bias, p.bias_type};
+  tiles_outputs_of<F, S>(weight, x, rows, y, p, group, simdgroup, lane, table);
 }
 
 }  // namespace qgemv

@@ -16,7 +16,7 @@ from formats import TYPES, block_size, type_size
 ROOT = Path(__file__).parent.parent
 NAMES = {t.name: t for t in TYPES}
 SOURCE = r"""
-#include "matmul_plan.h"
+#include "experts_plan.h"
 #include "metal_sources.inc"
 #include <cstring>
 using namespace qgemv::mps;
@@ -58,7 +58,8 @@ extern "C" void plan(const Arguments* a, Result* r) {
   }
 }
 extern "C" const char* source(int i) {
-  const char* const sources[] = {gemv_metal, dequantize_metal, rows_metal, tiles_metal, matmul_metal, transposed_metal};
+  const char* const sources[] = {gemv_metal,   dequantize_metal, rows_metal,        tiles_metal,
+                                 matmul_metal, transposed_metal, expert_gemv_metal, experts_metal};
   return i < source_count ? sources[i] : nullptr;
 }
 extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
@@ -84,7 +85,13 @@ FAMILIES = [
     "matmul64",
     "transposed32",
     "transposed64",
+    "expert_gemv",
+    "routes",
+    "expert_tiles",
+    "expert_matmul",
+    "expert_transposed",
 ]
+SOURCES = ("gemv", "dequantize", "rows", "tiles", "matmul", "transposed", "expert_gemv", "experts")
 OPERATORS = ("linear", "linear of unknown lanes", "linear_transposed")
 
 
@@ -156,9 +163,9 @@ def test_names(library):
     dtypes = ("float", "half", "bfloat")
     shapes = [variant.suffix for variant in gemv_variants()]
     assert shapes[-1] == "plain" and shapes.count("plain") == 1
-    gemv = [f"gemv_{t}_{d}_{shape}" for t in NAMES for d in dtypes for shape in shapes]
-    kinds = [(f, t, d) for f in FAMILIES if f != "gemv" for t in NAMES for d in dtypes]
-    assert names == gemv + [f"{'_'.join(kind)}{plain}" for kind in kinds for plain in ("", "_plain")]
+    ends = {f: ["", "_plain"] for f in FAMILIES} | {"routes": [""]}
+    ends["gemv"] = ends["expert_gemv"] = [f"_{shape}" for shape in shapes]
+    assert names == [f"{f}_{t}_{d}{end}" for f in FAMILIES for t in NAMES for d in dtypes for end in ends[f]]
 
 
 @pytest.mark.parametrize("family", ["gemv", "dequantize", "embedding"])
@@ -352,7 +359,7 @@ def test_x_has_to_be_aligned(library):
 
 
 def test_embedded_sources(library, embed):
-    for i, name in enumerate(("gemv", "dequantize", "rows", "tiles", "matmul", "transposed")):
+    for i, name in enumerate(SOURCES):
         text = library.source(i).decode("ascii")
         assert text == embed.flatten(ROOT / f"metal/{name}.metal") + "\n"
         assert '#include "' not in text and "#pragma once" not in text

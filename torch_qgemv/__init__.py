@@ -7,7 +7,7 @@ from . import vmap as _vmap  # noqa: F401  (registers the operators' rules)
 from .gguf import GGUFError, GGUFFile, GGUFTensor
 from .loading import load_gguf
 from .modules import QuantEmbedding, QuantLinear, prepare
-from .ops import dequantize, embedding, linear, quant_types, quantize
+from .ops import dequantize, embedding, expert_linear, linear, quant_types, quantize
 from .quantizing import QuantizationReport, quantize_model
 from .saving import load_state_dict
 
@@ -29,6 +29,7 @@ __all__ = [
     "QuantizationReport",
     "dequantize",
     "embedding",
+    "expert_linear",
     "linear",
     "load_gguf",
     "load_state_dict",

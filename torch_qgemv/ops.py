@@ -60,6 +60,22 @@ def embedding(
     return torch.ops.torch_qgemv.embedding(indices, weight, resolve_quant_type(quant_type), dtype)
 
 
+def expert_linear(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, quant_type: QuantType) -> torch.Tensor:
+    """y = x W^T, where each row of x has its own W, one of E packed experts: the products of a mixture of experts.
+
+    x: [*rows, K], float32, float16 or bfloat16, any strides. weight: uint8 [E, N, row_bytes]. ids: int64 or int32,
+    [*rows], an expert for each row of x, or [*rows, k], k experts for each. Returns [*ids.shape, N] of x's dtype:
+
+        gate = expert_linear(hidden, gate_weight, top_k_index, ...)    # [T, K], [T, k] -> [T, k, I]
+        down = expert_linear(act(gate) * up, down_weight, top_k_index, ...)    # [T, k, I], [T, k] -> [T, k, K]
+
+    Rows are multiplied expert by expert; an expert without rows costs nothing. Accuracy and derivatives are those of
+    linear. An id outside [0, E) raises IndexError on the CPU; on MPS, where a kernel can't raise, it gives a row of
+    NaN. Raises ValueError or TypeError naming the argument and the sizes.
+    """
+    return torch.ops.torch_qgemv.expert_linear(x, weight, ids, resolve_quant_type(quant_type))
+
+
 def quantize(weight: torch.Tensor, quant_type: QuantType, importance: torch.Tensor | None = None) -> torch.Tensor:
     """Packs a matrix: uint8 [N, row_bytes] on weight's device. For an MPS tensor too the CPU encodes.
 

@@ -25,10 +25,27 @@ def _register_rows(op):
     torch.library.register_vmap(op, rule)
 
 
+def _register_experts(op):
+    """A batch of rows or of ids is just more rows, each with its expert."""
+
+    def rule(info, in_dims, rows, weight, ids, quant_type):
+        if in_dims[1] is not None:
+            return _one_call_each(op, info, in_dims, (rows, weight, ids, quant_type))
+        rows, ids = (
+            arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
+            for arg, dim in ((rows, in_dims[0]), (ids, in_dims[2]))
+        )
+        return op(rows, weight, ids, quant_type), 0
+
+    torch.library.register_vmap(op, rule)
+
+
 def _dequantize(info, in_dims, *args):
     return _one_call_each(ops.dequantize.default, info, in_dims, args)
 
 
 for _op in (ops.linear.default, ops.linear_transposed.default, ops.embedding.default):
     _register_rows(_op)
+for _op in (ops.expert_linear.default, ops.expert_linear_transposed.default):
+    _register_experts(_op)
 torch.library.register_vmap(ops.dequantize.default, _dequantize)

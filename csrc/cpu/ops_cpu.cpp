@@ -41,6 +41,14 @@ Weight view(const at::Tensor& weight, int64_t quant_type, const MatrixSize& size
 constexpr int64_t grain_bytes = 1 << 16;
 int64_t grain(int64_t bytes_each) { return std::max<int64_t>(1, grain_bytes / std::max<int64_t>(1, bytes_each)); }
 
+void linear_exact_row(const Weight& w, const void* x, const float* bias, void* y, cpu::Dtype dtype) {
+  std::vector<float> row(w.K), out(w.N);
+  cpu::to_float(x, dtype, w.K, row.data());
+  at::parallel_for(0, w.N, grain(w.K * 4),
+                   [&](int64_t begin, int64_t end) { cpu::linear_exact(w, row.data(), bias, out.data(), begin, end); });
+  cpu::from_float(out.data(), dtype, w.N, y);
+}
+
 void linear_tokens(const Kernels& kernels, const Weight& w, const char* x, int64_t tokens, const float* bias, char* y,
                    cpu::Dtype dtype) {
   const int64_t item = dtype == cpu::Dtype::f32 ? 4 : 2, chunks = (w.K + cpu::chunk - 1) / cpu::chunk;
@@ -57,15 +65,8 @@ void linear_tokens(const Kernels& kernels, const Weight& w, const char* x, int64
   at::parallel_for(0, panels, grain(panel_bytes),
                    [&](int64_t begin, int64_t end) { kernels.linear(args, begin, end); });
 
-  for (int64_t m = 0; m < tokens; ++m) {
-    if (regular[m]) continue;
-    std::vector<float> row(w.K), out(w.N);
-    cpu::to_float(x + m * w.K * item, dtype, w.K, row.data());
-    at::parallel_for(0, w.N, grain(w.K * 4), [&](int64_t begin, int64_t end) {
-      cpu::linear_exact(w, row.data(), bias, out.data(), begin, end);
-    });
-    cpu::from_float(out.data(), dtype, w.N, y + m * w.N * item);
-  }
+  for (int64_t m = 0; m < tokens; ++m)
+    if (!regular[m]) linear_exact_row(w, x + m * w.K * item, bias, y + m * w.N * item, dtype);
 }
 
 at::Tensor linear_with(const Kernels& kernels, const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,

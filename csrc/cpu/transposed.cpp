@@ -95,16 +95,16 @@ at::Tensor linear_transposed_with(const cpu::Kernels& kernels, const at::Tensor&
   return grad_x;
 }
 
-at::Tensor linear_transposed_cpu(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
-  return linear_transposed_with(best_kernels(), grad_y, weight, quant_type);
-}
-
 at::Tensor linear_transposed_isa(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type,
                                  c10::string_view isa) {
   return linear_transposed_with(kernels_named(isa), grad_y, weight, quant_type);
 }
 
 }  // namespace
+
+at::Tensor linear_transposed_cpu(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
+  return linear_transposed_with(best_kernels(), grad_y, weight, quant_type);
+}
 
 TORCH_LIBRARY_IMPL(torch_qgemv, CPU, m) {
   m.impl("linear_transposed", &linear_transposed_cpu);

@@ -25,6 +25,12 @@ enum Family {
   matmul64,
   transposed32,
   transposed64,
+  // By experts.
+  expert_gemv,
+  routes,
+  expert_tiles,
+  expert_matmul,
+  expert_transposed,
   family_count
 };
 enum Dtype { float32, float16, bfloat16, dtype_count };
@@ -38,11 +44,14 @@ enum Source {
   tiles_source,
   matmul_source,
   transposed_source,
+  expert_gemv_source,
+  experts_source,
   source_count
 };
-constexpr Source family_sources[family_count] = {gemv_source,   dequantize_source, dequantize_source, rows_source,
-                                                 rows_source,   rows_source,       tiles_source,      matmul_source,
-                                                 matmul_source, transposed_source, transposed_source};
+constexpr Source family_sources[family_count] = {
+    gemv_source,    dequantize_source, dequantize_source, rows_source,       rows_source,       rows_source,
+    tiles_source,   matmul_source,     matmul_source,     transposed_source, transposed_source, expert_gemv_source,
+    experts_source, experts_source,    experts_source,    experts_source};
 constexpr Source source_of(Family family) { return family_sources[family]; }
 
 struct Format {
@@ -65,14 +74,17 @@ constexpr int format_index(int64_t id) {
 }
 
 // A kernel's variants: the usual ones, and behind them the plain one for weights that aren't aligned.
-constexpr int variant_count(Family family) { return family == gemv ? gemv_variants : 2; }
+constexpr bool is_gemv(Family family) { return family == gemv || family == expert_gemv; }
+constexpr int variant_count(Family family) { return is_gemv(family) ? gemv_variants : family == routes ? 1 : 2; }
 constexpr int plain_variant(Family family) { return variant_count(family) - 1; }
 
 constexpr const char* kernel_names[] = {
-#define QGEMV_SHAPE_NAME(F, T, rows, simdgroups, splits) "gemv_" #F "_" #T "_r" #rows "_s" #simdgroups "_k" #splits,
-#define QGEMV_GEMV_NAMES(F, T) QGEMV_GEMV_SHAPES(QGEMV_SHAPE_NAME, F, T) "gemv_" #F "_" #T "_plain",
+#define QGEMV_SHAPE_NAME(family, F, T, rows, simdgroups, splits) \
+  #family "_" #F "_" #T "_r" #rows "_s" #simdgroups "_k" #splits,
+#define QGEMV_GEMV_NAMES(family, F, T) QGEMV_GEMV_SHAPES(QGEMV_SHAPE_NAME, family, F, T) #family "_" #F "_" #T "_plain",
+#define QGEMV_ONE_NAME(family, F, T) #family "_" #F "_" #T,
 #define QGEMV_TWO_NAMES(family, F, T) #family "_" #F "_" #T, #family "_" #F "_" #T "_plain",
-#define QGEMV_GEMV(F) QGEMV_EACH_TYPE(QGEMV_GEMV_NAMES, F)
+#define QGEMV_GEMV(F) QGEMV_EACH_TYPE(QGEMV_GEMV_NAMES, gemv, F)
 #define QGEMV_DEQUANTIZE(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, dequantize, F)
 #define QGEMV_EMBEDDING(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, embedding, F)
 #define QGEMV_ROWS2(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows2, F)
@@ -83,9 +95,21 @@ constexpr const char* kernel_names[] = {
 #define QGEMV_MATMUL64(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, matmul64, F)
 #define QGEMV_TRANSPOSED32(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, transposed32, F)
 #define QGEMV_TRANSPOSED64(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, transposed64, F)
+#define QGEMV_EXPERT_GEMV(F) QGEMV_EACH_TYPE(QGEMV_GEMV_NAMES, expert_gemv, F)
+#define QGEMV_ROUTES(F) QGEMV_EACH_TYPE(QGEMV_ONE_NAME, routes, F)
+#define QGEMV_EXPERT_TILES(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, expert_tiles, F)
+#define QGEMV_EXPERT_MATMUL(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, expert_matmul, F)
+#define QGEMV_EXPERT_TRANSPOSED(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, expert_transposed, F)
     QGEMV_FORMATS(QGEMV_GEMV) QGEMV_FORMATS(QGEMV_DEQUANTIZE) QGEMV_FORMATS(QGEMV_EMBEDDING) QGEMV_FORMATS(QGEMV_ROWS2)
         QGEMV_FORMATS(QGEMV_ROWS3) QGEMV_FORMATS(QGEMV_ROWS4) QGEMV_FORMATS(QGEMV_TILES) QGEMV_FORMATS(QGEMV_MATMUL32)
             QGEMV_FORMATS(QGEMV_MATMUL64) QGEMV_FORMATS(QGEMV_TRANSPOSED32) QGEMV_FORMATS(QGEMV_TRANSPOSED64)
+                QGEMV_FORMATS(QGEMV_EXPERT_GEMV) QGEMV_FORMATS(QGEMV_ROUTES) QGEMV_FORMATS(QGEMV_EXPERT_TILES)
+                    QGEMV_FORMATS(QGEMV_EXPERT_MATMUL) QGEMV_FORMATS(QGEMV_EXPERT_TRANSPOSED)
+#undef QGEMV_EXPERT_TRANSPOSED
+#undef QGEMV_EXPERT_MATMUL
+#undef QGEMV_EXPERT_TILES
+#undef QGEMV_ROUTES
+#undef QGEMV_EXPERT_GEMV
 #undef QGEMV_TRANSPOSED64
 #undef QGEMV_TRANSPOSED32
 #undef QGEMV_MATMUL64
@@ -99,6 +123,7 @@ constexpr const char* kernel_names[] = {
 #undef QGEMV_GEMV
 #undef QGEMV_EMBEDDING_NAMES
 #undef QGEMV_DEQUANTIZE_NAMES
+#undef QGEMV_ONE_NAME
 #undef QGEMV_GEMV_NAMES
 #undef QGEMV_SHAPE_NAME
 };
@@ -125,7 +150,9 @@ struct Kernel {
   }
   constexpr const char* name() const { return kernel_names[index()]; }
   // Of its largest threadgroup.
-  constexpr uint64_t threads() const { return family == gemv ? gemv_shapes[variant].threads() : max_threads_per_group; }
+  constexpr uint64_t threads() const {
+    return is_gemv(family) ? gemv_shapes[variant].threads() : max_threads_per_group;
+  }
 };
 
 // ---- Plans

@@ -14,8 +14,8 @@
 namespace qgemv::mps {
 namespace {
 
-const char* const sources[source_count] = {gemv_metal,  dequantize_metal, rows_metal,
-                                           tiles_metal, matmul_metal,     transposed_metal};
+const char* const sources[source_count] = {gemv_metal,   dequantize_metal, rows_metal,        tiles_metal,
+                                           matmul_metal, transposed_metal, expert_gemv_metal, experts_metal};
 
 id<MTLLibrary> compile_for(id<MTLDevice> device, const Kernel& kernel) {
   const char* format = formats[kernel.format].name;

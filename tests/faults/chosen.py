@@ -9,7 +9,7 @@ from . import sandbox
 from .sandbox import Outcome, Trouble
 
 GEMV, LAUNCHER, PIPELINES = "metal/gemv.h", "csrc/mps/launcher.mm", "csrc/mps/pipelines.mm"
-ENCODING, COMPILE = "csrc/mps/dispatch.h", "csrc/mps/compile.mm"
+ENCODING, COMPILE, TENSORS = "csrc/mps/dispatch.h", "csrc/mps/compile.mm", "csrc/mps/tensors.h"
 DISPATCH = "[encoder dispatchThreads:metal_size(p->grid) threadsPerThreadgroup:metal_size(p->threadgroup)];"
 
 
@@ -49,6 +49,8 @@ THOUSAND = "test_mps.py::test_a_thousand_calls_share_an_encoder_and_leave_nothin
 ONE_ROW = "test_mps.py::test_one_row_is_one_launch[mps-sim]"
 BY_ROWS = "test_mps_matmul.py::test_one_launch_whatever_the_rows[mps-sim-{}]"
 OTHER_LANES = "test_mps_matmul.py::test_tiles_run_only_where_the_order_of_the_lanes_is_known[1-matmul32]"
+EXPERTS = "test_experts_mps.py::test_rows_of_any_distribution[mps-sim-{}]"
+NO_EXPERT = "test_experts.py::test_an_id_that_is_no_expert[mps-sim]"
 GRADIENT = "test_mps_matmul.py::test_every_transposed_kernel[mps-sim-Q4_0-half]"
 MADE_ONCE = "test_mps.py::test_a_pipeline_is_made_once[mps-sim]"
 
@@ -69,7 +71,7 @@ FAULTS = [
     ),
     Fault(
         "row stride of the weight dropped",
-        LAUNCHER,
+        TENSORS,
         "uint64_t(weight.stride(0))};",
         "uint64_t(weight.size(1))};",
         "test_linear.py::test_views_of_weight[mps-sim-Q4_K]",
@@ -84,16 +86,16 @@ FAULTS = [
     Fault("no clamp of the tail's loads", GEMV, "min(r, last - first)", "r", every_shape("Q4_0")),
     Fault("no bound of the stores", GEMV, "lane < rows && first + lane < p.N", "lane < rows", every_shape("Q4_0")),
     Fault("every lane stores", GEMV, "lane < rows && first + lane < p.N", "first + lane < p.N", every_shape("Q4_0")),
-    Fault("wrong bias index", GEMV, "p.bias_type, first + lane)", "p.bias_type, lane)", every_shape("Q4_0")),
+    Fault("wrong bias index", GEMV, "row.term(first + lane)", "row.term(lane)", every_shape("Q4_0")),
     Fault("rows: x stride dropped", ROWS, "x + m * p.x_stride", "x", several_rows("Q4_0")),
     Fault("rows: a sum of the wrong row", ROWS, "simd_sum(total[r][m])", "simd_sum(total[r][0])", several_rows("Q4_0")),
     Fault("rows: no clamp of the tail's loads", ROWS, "min(first + r, p.N - 1)", "(first + r)", several_rows("Q4_0")),
-    Fault("tiles: no clamp of x", TILES, "min(m, p.M - 1)", "m", several_rows("Q4_0")),
+    Fault("tiles: no clamp of x", "metal/bias.h", "min(m, count - 1)", "m", several_rows("Q4_0")),
     Fault("tiles: x behind the end of K", TILES, "there ? v[k] : 0.0f", "v[k]", several_rows("Q4_0")),
     Fault("tiles: products lost", TILES, "if (i % 2 == 1) take_products();", "", BY_ROWS.format(8)),
     Fault("tiles whatever the lanes' order", "csrc/mps/device_check.mm", "lane == 1.0f", "true", OTHER_LANES),
     Fault("matmul: no barrier before a step", MATMUL, FIRST_BARRIER, LOOP, several_rows("Q4_0")),
-    Fault("matmul: a row of x too many", MATMUL, "m < p.M && n", "n", several_rows("Q4_0")),
+    Fault("matmul: a row of x too many", MATMUL, "m < rows.count && n", "n", several_rows("Q4_0")),
     Fault(
         "matmul: a sum never moved",
         MATMUL,
@@ -118,7 +120,7 @@ FAULTS = [
     ),
     Fault(
         "a gradient's last columns not zero",
-        LAUNCHER,
+        TENSORS,
         "padded.narrow(1, 0, N)",
         "padded.fill_(1).narrow(1, 0, N)",
         GRADIENT,
@@ -189,6 +191,36 @@ FAULTS = [
         "index >= long(p.N)",
         "index > long(p.N)",
         "test_mps.py::test_an_index_that_is_no_row_gives_nan[mps-sim-dtype0]",
+    ),
+    Fault("experts: an id below 0", "metal/routes.h", "id < 0 || ", "", NO_EXPERT),
+    Fault("experts: rows of none get numbers", "metal/routes.h", "? 0.0f : NAN", "? 0.0f : 0.0f", NO_EXPERT),
+    Fault(
+        "experts: a tile too few",
+        "metal/experts.metal",
+        "end / p.tile_rows + min(expert + 1, end)",
+        "end / p.tile_rows + min(expert, end)",
+        EXPERTS.format(0),
+    ),
+    Fault(
+        "experts: memory for too few tiles",
+        "csrc/mps/experts_plan.h",
+        "std::min(experts.count + 1, rows)",
+        "std::min(experts.count, rows)",
+        "test_experts_mps.py::test_as_many_tiles_as_there_can_be[mps-sim-1-3]",
+    ),
+    Fault(
+        "experts: only the first one's alignment",
+        "csrc/mps/experts_plan.h",
+        "w.offset |= experts.bytes;",
+        "",
+        "test_experts.py::test_views_of_weight[mps-sim]",
+    ),
+    Fault(
+        "experts: a row of x for each row of y",
+        "csrc/mps/experts.mm",
+        "ids.numel() / rows.size(0)",
+        "1",
+        "test_experts.py::test_one_expert_a_row_or_several[mps-sim-x_shape3-ids_shape3-int32]",
     ),
 ]
 

@@ -11,7 +11,8 @@ SURVIVORS = Path(__file__).with_name("survivors.txt")
 # The kernels' sources, checked by running gemv alone; and those that need a launcher built, which is slower.
 KERNELS = ("metal/gemv.h", "metal/gemv.metal", "metal/storage.h", "metal/lanes/*.h")
 LAUNCHER = (
-    *("csrc/mps/launcher.mm", "csrc/mps/dispatch.h", "csrc/mps/pipelines.mm", "csrc/mps/compile.mm"),
+    *("csrc/mps/launcher.mm", "csrc/mps/tensors.h", "csrc/mps/dispatch.h"),
+    *("csrc/mps/pipelines.mm", "csrc/mps/compile.mm"),
     *("csrc/mps/launch_plan.h", "csrc/mps/gemv_plan.h", "metal/params.h"),
 )
 

@@ -13,7 +13,7 @@ from msl_check.opencl import format_names, metal_sources
 
 from metal_sim.kernels import compile_metal
 
-SOURCES = ("gemv", "dequantize", "rows", "tiles", "matmul", "transposed")
+SOURCES = ("gemv", "dequantize", "rows", "tiles", "matmul", "transposed", "expert_gemv", "experts")
 TYPES = ("float", "half", "bfloat")
 
 
