@@ -18,13 +18,30 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 def test_python_runs(code, tmp_path, monkeypatch):
     if "torch_qgemv.hf" in code:
         pytest.importorskip("transformers")
-    shutil.copy(ROOT / "tests/data/tiny-llama-Q4_K_M.gguf", tmp_path / "model.gguf")
+    enables = "hf.enable()" in code
+    if enables:
+        pytest.importorskip("transformers", minversion="5.24")
+        pytest.importorskip("accelerate")
+    model = "tiny-qwen35-UDmix" if enables else "tiny-llama-Q4_K_M"
+    shutil.copy(ROOT / f"tests/data/{model}.gguf", tmp_path / "model.gguf")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    try:
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    finally:
+        if enables:
+            torch_qgemv.hf.disable()
 
 
 def test_every_public_way_in_is_shown():
-    for name in ("from_gguf", "load_gguf", "GGUFFile", "QuantLinear", "quantize_model", "torch_qgemv.linear"):
+    for name in (
+        "from_gguf",
+        "load_gguf",
+        "hf.enable",
+        "GGUFFile",
+        "QuantLinear",
+        "quantize_model",
+        "torch_qgemv.linear",
+    ):
         assert any(name in block for block in BLOCKS), name
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .experts import ExpertLinear, QuantExpertLinear
 from .gguf import GGUFFile, GGUFTensor
 from .modules import PackedModule, QuantEmbedding, QuantLinear
 from .ops import dequantize, quant_types
@@ -40,10 +41,11 @@ def load_gguf(
     """Loads the GGUF file at `path` into `model`, in place.
 
     An nn.Linear or nn.Embedding whose weight is packed in the file is replaced by a QuantLinear or QuantEmbedding that
-    holds the file's bytes. Packed tensors that belong anywhere else (norms, biases, convolutions, subclasses with a
-    forward of their own) are dequantized; F32, F16 and BF16 tensors are copied. Each takes the dtype and the device of
-    the parameter it fills. A parameter on the meta device becomes a CPU one that may share the file's private map.
-    Parameters that were tied stay tied, and tied packed weights share one buffer.
+    holds the file's bytes, an experts.ExpertLinear by a QuantExpertLinear. Packed tensors that belong anywhere else
+    (norms, biases, convolutions, subclasses with a forward of their own) are dequantized; F32, F16 and BF16 tensors are
+    copied. Each takes the dtype and the device of the parameter it fills. A parameter on the meta device becomes a CPU
+    one that may share the file's private map. Parameters that were tied stay tied, and tied packed weights share one
+    buffer.
 
     name_map: GGUF name -> name in the model, a mapping or a function. Without one, and for names that a mapping lacks,
         the names are the same. None as a name leaves that tensor out on purpose.
@@ -70,7 +72,8 @@ def load_tensors(
     """load_gguf for tensors that are open already.
 
     transform(name, values): applied to each tensor under its GGUF name, to undo what a converter did. `values` are the
-        packed rows, uint8 [N, row_bytes], where the tensor stays packed, else the numbers. It keeps shape and dtype.
+        packed rows, uint8 [N, row_bytes], where the tensor stays packed, else the numbers. It keeps the shape, and
+        packed rows packed.
     packers: module class -> function that makes the packed module in its place, beside those for nn.Linear and
         nn.Embedding.
     """
@@ -282,4 +285,12 @@ def _pack_embedding(_: nn.Embedding, packed: torch.Tensor, quant_type: gguf.GGML
     return QuantEmbedding.from_packed(packed, quant_type)
 
 
-PACKERS: dict[type[nn.Module], Packer] = {nn.Linear: _pack_linear, nn.Embedding: _pack_embedding}
+def _pack_experts(_: ExpertLinear, packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType) -> QuantExpertLinear:
+    return QuantExpertLinear.from_packed(packed, quant_type)
+
+
+PACKERS: dict[type[nn.Module], Packer] = {
+    nn.Linear: _pack_linear,
+    nn.Embedding: _pack_embedding,
+    ExpertLinear: _pack_experts,
+}

@@ -36,6 +36,7 @@ class PackedModule(nn.Module):
     """What QuantLinear and QuantEmbedding share: the packed bytes, and what the matrix looks like from outside."""
 
     _base: type[PackedModule]  # the class without a type
+    _plain_shape = ("N", "row_bytes")
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
@@ -46,10 +47,11 @@ class PackedModule(nn.Module):
         self.quant_type = resolve_quant_type(quant_type)
         self._type_id = int(self.quant_type)  # the operators take it 1 us faster than the enum
         _, type_size = gguf.GGML_QUANT_SIZES[self.quant_type]
-        if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] % type_size:
+        dims = len(self._plain_shape)
+        if packed.dtype != torch.uint8 or packed.dim() != dims or packed.shape[-1] % type_size:
             raise ValueError(
-                f"packed must be uint8 [N, row_bytes] with whole {self.quant_type.name} blocks of {type_size} bytes, "
-                f"got {packed.dtype} {list(packed.shape)}"
+                f"packed must be uint8 [{', '.join(self._plain_shape)}] with whole {self.quant_type.name} blocks of "
+                f"{type_size} bytes, got {packed.dtype} {list(packed.shape)}"
             )
         # Carries the compute dtype: .to(dtype) and .half() change it and leave the packed bytes alone. The first of the
         # buffers, for code that takes the dtype of the first one for that of the model.
@@ -76,7 +78,12 @@ class PackedModule(nn.Module):
         if "packed" not in self._buffers:  # while the module is being made
             raise AttributeError("packed")
         stored = self.stored
-        return torch.ops.torch_qgemv.deinterleave(stored, self.quant_type) if _is_interleaved(stored) else stored
+        return self._by_matrix(torch.ops.torch_qgemv.deinterleave, stored) if self._is_interleaved else stored
+
+    @property
+    def _is_interleaved(self) -> bool:
+        stored = self.stored
+        return stored is not None and stored.dim() > len(self._plain_shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,9 +95,9 @@ class PackedModule(nn.Module):
         """(N, K), as the packed bytes have it."""
         block_size, type_size = gguf.GGML_QUANT_SIZES[self.quant_type]
         shape = self.stored.shape
-        if _is_interleaved(self.stored):
-            return shape[1], shape[0] * block_size
-        return shape[0], shape[1] // type_size * block_size
+        if self._is_interleaved:
+            return shape[-2], shape[-3] * block_size
+        return shape[-2], shape[-1] // type_size * block_size
 
     @property
     def weight(self) -> torch.Tensor:
@@ -116,12 +123,12 @@ class PackedModule(nn.Module):
         super().__setstate__(state)
         self._become(self._base)
         stored = self.stored
-        if _is_interleaved(stored) and stored.device.type not in ("cpu", "meta"):  # torch.load has moved it
-            plain = torch.ops.torch_qgemv.deinterleave(stored.cpu(), self.quant_type)
+        if self._is_interleaved and stored.device.type not in ("cpu", "meta"):  # torch.load has moved it
+            plain = self._by_matrix(torch.ops.torch_qgemv.deinterleave, stored.cpu())
             self._buffers["packed"] = plain.to(stored.device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if _is_interleaved(self.stored) and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
+        if self._is_interleaved and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
             self._buffers["packed"] = self.packed
         before = self.quant_type_id
         super()._apply(fn, recurse)
@@ -138,7 +145,7 @@ class PackedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if _is_interleaved(self.stored):
+        if self._is_interleaved:
             destination[f"{prefix}packed"] = self.packed
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -147,12 +154,12 @@ class PackedModule(nn.Module):
             error_msgs.append(problem)
             return
         stored = self.stored
-        if not _is_interleaved(stored):
+        if not self._is_interleaved:
             super()._load_from_state_dict(state_dict, prefix, *args)
         else:
             plain = self._buffers["packed"] = self.packed
             super()._load_from_state_dict(state_dict, prefix, *args)
-            loaded = _interleave(self.stored, self.quant_type)
+            loaded = self._interleaved()
             # In place, as torch loads: tied modules go on sharing the bytes. With assign=True they are new ones.
             self._buffers["packed"] = stored.copy_(loaded) if self.stored is plain else loaded
         self._checked_type_id = self.quant_type_id
@@ -165,6 +172,10 @@ class PackedModule(nn.Module):
             return f"{prefix}packed is {_type_name(type_id)} in the state dict, but {self.quant_type.name} here"
         if isinstance(packed, torch.Tensor) and packed.dtype != torch.uint8:
             return f"{prefix}packed must be packed bytes (torch.uint8), but is {packed.dtype} in the state dict"
+        is_permuted = f"{prefix}input_permutation" in state_dict
+        if packed is not None and is_permuted != ("input_permutation" in self._buffers):
+            owner, other = ("the state dict", "the module") if is_permuted else ("the module", "the state dict")
+            return f"{prefix}packed has an input_permutation in {owner}, but none in {other}"
         return None
 
     def _checked(self) -> torch.Tensor:
@@ -196,8 +207,26 @@ class PackedModule(nn.Module):
         self.__class__ = _class_for(base, self.quant_type)
         guard_save_pretrained(PackedModule)
 
+    def _interleaved(self) -> torch.Tensor:
+        """`stored`, interleaved where that is possible and of use: on the CPU, 16 rows of two blocks, or more."""
+        stored = self.stored
+        _, type_size = gguf.GGML_QUANT_SIZES[self.quant_type]
+        rows, row_bytes = stored.shape[-2:]
+        if self._is_interleaved or stored.device.type != "cpu" or rows < 16 or row_bytes < 2 * type_size:
+            return stored
+        return self._by_matrix(torch.ops.torch_qgemv.interleave, stored)
+
+    def _by_matrix(self, op: Callable[..., torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+        """`op`, which takes one matrix, on the only one or on each of the experts'."""
+        if len(self._plain_shape) == 2:
+            return op(weight, self.quant_type)
+        return torch.stack([op(matrix, self.quant_type) for matrix in weight])
+
+    def _matrix(self) -> torch.Tensor:
+        return dequantize(self.stored, self.quant_type, torch.float32)
+
     def _dequantized(self, dtype: torch.dtype | None) -> nn.Parameter:
-        return nn.Parameter(dequantize(self.stored, self.quant_type, torch.float32).to(dtype or self.dtype))
+        return nn.Parameter(self._matrix().to(dtype or self.dtype))
 
 
 def _type_name(type_id: torch.Tensor) -> str:
@@ -205,18 +234,6 @@ def _type_name(type_id: torch.Tensor) -> str:
         return gguf.GGMLQuantizationType(int(type_id)).name
     except ValueError:
         return f"of GGUF type id {int(type_id)}"
-
-
-def _is_interleaved(stored: torch.Tensor | None) -> bool:
-    return stored is not None and stored.dim() == 3
-
-
-def _interleave(packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType) -> torch.Tensor:
-    """`packed` interleaved, where that is possible and of use: on the CPU, 16 rows or more of two blocks or more."""
-    _, type_size = gguf.GGML_QUANT_SIZES[quant_type]
-    if packed.device.type != "cpu" or packed.dim() != 2 or packed.shape[0] < 16 or packed.shape[1] < 2 * type_size:
-        return packed
-    return torch.ops.torch_qgemv.interleave(packed, quant_type)
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -232,12 +249,12 @@ def prepare(model: nn.Module) -> nn.Module:
         if isinstance(module, PackedModule):
             plain = module.stored
             if id(plain) not in prepared:
-                prepared[id(plain)] = plain, _interleave(plain, module.quant_type)
+                prepared[id(plain)] = plain, module._interleaved()
             module._buffers["packed"] = prepared[id(plain)][1]
     return model
 
 
-def _empty_packed(rows: int, columns: int, quant_type: QuantType, device: Any) -> torch.Tensor:
+def empty_packed(rows: int, columns: int, quant_type: QuantType, device: Any) -> torch.Tensor:
     quant_type = resolve_quant_type(quant_type)
     block_size, type_size = gguf.GGML_QUANT_SIZES[quant_type]
     if columns % block_size:
@@ -263,7 +280,7 @@ class QuantLinear(PackedModule):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(_empty_packed(out_features, in_features, quant_type, device), quant_type, dtype)
+        super().__init__(empty_packed(out_features, in_features, quant_type, device), quant_type, dtype)
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
 
     @classmethod
@@ -324,7 +341,7 @@ class QuantEmbedding(PackedModule):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(_empty_packed(num_embeddings, embedding_dim, quant_type, device), quant_type, dtype)
+        super().__init__(empty_packed(num_embeddings, embedding_dim, quant_type, device), quant_type, dtype)
 
     @classmethod
     def from_packed(cls, packed: torch.Tensor, quant_type: QuantType) -> QuantEmbedding:

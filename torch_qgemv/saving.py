@@ -11,8 +11,11 @@ from torch import nn
 
 from .loading import PACKERS, LoadResult, _owner, _packer, _replace, _Slot, _slots
 from .ops import resolve_quant_type
+from .permuted import pack_permuted, permutation_problem
 
 _TYPE_ID = "quant_type_id"
+_PERMUTATION = "input_permutation"
+_PERMUTED_PACKERS = PACKERS | {nn.Linear: pack_permuted}
 
 
 def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -37,7 +40,8 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
         _complete(state, slot.names)
     plan, problems = _plan(model, state, slots)
     replaced = {name for slot in plan for name in slot.names}
-    packed = {name.removesuffix("weight") + leaf for name in replaced for leaf in ("packed", _TYPE_ID)}
+    leaves = ("packed", _TYPE_ID, _PERMUTATION)
+    packed = {name.removesuffix("weight") + leaf for name in replaced for leaf in leaves}
     missing = sorted(slots.keys() - replaced - state.keys())
     unexpected = sorted(name for name in state.keys() - (slots.keys() - replaced) - packed if not _is_extra(name))
     for name in sorted((slots.keys() - replaced) & state.keys()):
@@ -53,7 +57,8 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
 
     assign = any(slot.value.is_meta for slot in slots.values())
     for slot, (packed, quant_type) in plan.items():
-        _replace(model, slot, packed, quant_type, PACKERS)
+        is_permuted = slot.names[0].removesuffix("weight") + _PERMUTATION in state
+        _replace(model, slot, packed, quant_type, _PERMUTED_PACKERS if is_permuted else PACKERS)
     model.load_state_dict(state, strict=False, assign=assign)
     return LoadResult(missing, unexpected)
 
@@ -70,6 +75,9 @@ def _plan(
             continue
         try:
             plan[slot] = _weight(model, slot, state_dict[f"{prefix}packed"], int(state_dict[name]))
+            permutation = state_dict.get(f"{prefix}{_PERMUTATION}")
+            if permutation is not None and (problem := permutation_problem(permutation, slot.value.shape[-1])):
+                raise ValueError(f"its {_PERMUTATION} {problem}")
         except ValueError as error:
             problems.append(f"{prefix}packed: {error}")
     return plan, problems
@@ -86,11 +94,12 @@ def _weight(
                 "nn.Linear and nn.Embedding modules below the model"
             )
     block_size, type_size = gguf.GGML_QUANT_SIZES[quant_type]
-    rows, columns = slot.value.shape
-    if packed.dtype != torch.uint8 or packed.shape != (rows, columns // block_size * type_size) or columns % block_size:
+    *rows, columns = slot.value.shape
+    shape = (*rows, columns // block_size * type_size)
+    if packed.dtype != torch.uint8 or tuple(packed.shape) != shape or columns % block_size:
         raise ValueError(
-            f"{packed.dtype} {list(packed.shape)} in the state dict is no {quant_type.name} weight of [N, K] = "
-            f"[{rows}, {columns}], which the model has"
+            f"{packed.dtype} {list(packed.shape)} in the state dict is no {quant_type.name} weight of "
+            f"[{'E, N, K'[-3 * len(shape) + 2 :]}] = {[*rows, columns]}, which the model has"
         )
     return packed, quant_type
 

@@ -30,6 +30,7 @@ class ReadOnlyWeight(torch.Tensor):
     _packed: torch.Tensor
     _quant_type: gguf.GGMLQuantizationType
     _transposed: bool  # then it is the matrix [K, N]
+    _input_permutation: torch.Tensor | None  # where the packed columns belong, see PermutedQuantLinear
 
     @classmethod
     def __torch_function__(cls, func, types_, args=(), kwargs=None):
@@ -53,13 +54,14 @@ class ReadOnlyWeight(torch.Tensor):
     def _linear(input, weight, bias=None):
         if not isinstance(weight, ReadOnlyWeight) or weight._transposed:
             return F.linear(*(plain(tensor) for tensor in (input, weight, bias)))
-        return torch.ops.torch_qgemv.linear(plain(input), weight._packed, weight._quant_type, plain(bias))
+        input = permuted(plain(input), weight._input_permutation)
+        return torch.ops.torch_qgemv.linear(input, weight._packed, weight._quant_type, plain(bias))
 
     @staticmethod
     def _embedding(input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
         if max_norm is not None:  # torch would rescale rows of the weight in place
             ReadOnlyWeight._refuse_write(F.embedding)
-        if weight._transposed:
+        if weight._transposed or weight._input_permutation is not None:
             return F.embedding(input, plain(weight))
         return torch.ops.torch_qgemv.embedding(input, weight._packed, weight._quant_type, weight.dtype)
 
@@ -83,10 +85,12 @@ class PackedWeight(ReadOnlyWeight):
         shape: tuple[int, int],
         dtype: torch.dtype,
         transposed: bool = False,
+        input_permutation: torch.Tensor | None = None,
     ):
         strides = (1, shape[0]) if transposed else (shape[1], 1)
         self = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=packed.device)
         self._packed, self._quant_type, self._transposed = packed, quant_type, transposed
+        self._input_permutation = input_permutation
         return self
 
     def __repr__(self) -> str:
@@ -106,7 +110,8 @@ class PackedWeight(ReadOnlyWeight):
         kwargs = kwargs or {}
         if func is aten.t.default:
             weight = args[0]
-            return cls(weight._packed, weight._quant_type, weight.shape[::-1], weight.dtype, not weight._transposed)
+            shape, permutation = weight.shape[::-1], weight._input_permutation
+            return cls(weight._packed, weight._quant_type, shape, weight.dtype, not weight._transposed, permutation)
         # What torch makes of F.linear inside functions of its own, such as F.multi_head_attention_forward.
         if func is aten.linear.default:
             return cls._linear(*args, **kwargs)
@@ -131,23 +136,47 @@ def plain(value: Any) -> Any:
     """`value` itself, or, if it is a stand-in, the dequantized matrix."""
     if not isinstance(value, ReadOnlyWeight):
         return value
-    matrix = _dequantize(value._packed, value._quant_type, value.dtype)
+    matrix = _dequantize(value._packed, value._quant_type, value.dtype, value._input_permutation)
     return matrix.t() if value._transposed else matrix
 
 
-def _dequantize(packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType, dtype: torch.dtype) -> torch.Tensor:
+def permuted(x: torch.Tensor, input_permutation: torch.Tensor | None) -> torch.Tensor:
+    """x[..., input_permutation], the order of packed columns that are in another one than x; None is the same order."""
+    if input_permutation is None:
+        return x
+    if x.shape[-1:] != input_permutation.shape:  # of a longer x values would be left out silently
+        raise ValueError(f"x must be [..., K] with K = {input_permutation.shape[0]}, got {list(x.shape)}")
+    return x.index_select(-1, input_permutation)
+
+
+def natural_columns(matrix: torch.Tensor, input_permutation: torch.Tensor | None) -> torch.Tensor:
+    """The matrix with its columns in the order of x, of one whose columns belong to x[..., input_permutation]."""
+    return matrix if input_permutation is None else matrix.index_select(1, input_permutation.argsort())
+
+
+def _dequantize(
+    packed: torch.Tensor,
+    quant_type: gguf.GGMLQuantizationType,
+    dtype: torch.dtype,
+    input_permutation: torch.Tensor | None,
+) -> torch.Tensor:
     """In float64 too, which the operators don't have and which adds nothing to float32 here."""
-    if dtype == torch.float64:
-        return dequantize(packed, quant_type).double()
-    return dequantize(packed, quant_type, dtype)
+    is_double = dtype == torch.float64
+    matrix = dequantize(packed, quant_type, torch.float32 if is_double else dtype)
+    return natural_columns(matrix.double() if is_double else matrix, input_permutation)
 
 
 def stand_in(
-    packed: torch.Tensor, quant_type: gguf.GGMLQuantizationType, shape: tuple[int, int], dtype: torch.dtype
+    packed: torch.Tensor,
+    quant_type: gguf.GGMLQuantizationType,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    input_permutation: torch.Tensor | None = None,
 ) -> ReadOnlyWeight:
     """The read-only matrix of those bytes: a PackedWeight, and, while Dynamo traces, a TracedWeight."""
     if not torch.compiler.is_dynamo_compiling():
-        return PackedWeight(packed, quant_type, shape, dtype)
-    weight = _dequantize(packed, quant_type, dtype).as_subclass(TracedWeight)
+        return PackedWeight(packed, quant_type, shape, dtype, False, input_permutation)
+    weight = _dequantize(packed, quant_type, dtype, input_permutation).as_subclass(TracedWeight)
     weight._packed, weight._quant_type, weight._transposed = packed, quant_type, False
+    weight._input_permutation = input_permutation
     return weight

@@ -6,100 +6,21 @@ Keys, names and changes are those of llama.cpp's converter and loader (MIT).
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..gguf import GGUFFile
-
-_MISSING = object()
-
-
-class Hyperparameters:
-    """The `<architecture>.*` keys of a file. Remembers which were read: the rest may change what the model computes."""
-
-    def __init__(self, architecture: str, metadata: Mapping[str, Any]):
-        prefix = architecture + "."
-        self.architecture = architecture
-        self._values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        self._unread = set(self._values)
-
-    def get(self, key: str, default: Any = _MISSING) -> Any:
-        """One value for the whole model; a list that repeats one value for every layer counts as that."""
-        value = self.get_any(key, default)
-        if value is _MISSING:
-            raise ValueError(f"the file lacks the metadata key {self.architecture}.{key}")
-        if not isinstance(value, list):
-            return value
-        if len(set(value)) != 1:
-            raise NotImplementedError(f"{self.architecture}.{key} differs between layers: {value}")
-        return value[0]
-
-    def get_any(self, key: str, default: Any) -> Any:
-        """A value as it stands in the file: one, or a list with one for each layer."""
-        self._unread.discard(key)
-        return self._values.get(key, default)
-
-    def require(self, key: str, expected: Any, default: Any = _MISSING) -> None:
-        """Refuses a file whose value isn't the one that the transformers class computes with."""
-        value = self.get(key, expected if default is _MISSING else default)
-        if value != expected:
-            raise NotImplementedError(f"{self.architecture}.{key} is {value}, only {expected} is supported here")
-
-    def warn_unread(self) -> None:
-        if self._unread:
-            keys = ", ".join(f"{self.architecture}.{key}" for key in sorted(self._unread))
-            warnings.warn(f"metadata keys that torch_qgemv doesn't know are ignored: {keys}", stacklevel=4)
-
-
-def _decoder_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
-    """What all supported decoders have in common."""
-    hidden_size, heads = hyper.get("embedding_length"), hyper.get("attention.head_count")
-    head_dim = hyper.get("attention.key_length", hidden_size // heads)
-    hyper.require("attention.value_length", head_dim)
-    hyper.require("rope.dimension_count", head_dim)
-    hyper.require("expert_count", 0)
-    for key in ("vocab_size", "tensor_data_layout"):  # the tensors themselves say it
-        hyper.get(key, None)
-    if "token_embd.weight" not in file:
-        raise ValueError(f"{file.path}: the file has no tensor 'token_embd.weight'")
-    return {
-        "vocab_size": file["token_embd.weight"].shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": hyper.get("feed_forward_length"),
-        "num_hidden_layers": hyper.get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": hyper.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": hyper.get("context_length"),
-        "rms_norm_eps": hyper.get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope_parameters(hyper),
-        "tie_word_embeddings": "output.weight" not in file,
-    }
-
-
-def _rope_parameters(hyper: Hyperparameters, default_theta: float = 10000.0) -> dict[str, Any]:
-    parameters = {"rope_type": "default", "rope_theta": hyper.get("rope.freq_base", default_theta)}
-    scaling = hyper.get("rope.scaling.type", "none")
-    factor = hyper.get("rope.scaling.factor", None)
-    hyper.get("rope.scaling.finetuned", None)  # says how the model was trained, changes nothing
-    if scaling == "none" or factor is None:
-        return parameters
-    parameters |= {"rope_type": scaling, "factor": factor}
-    if scaling == "yarn":
-        parameters["original_max_position_embeddings"] = hyper.get("rope.scaling.original_context_length")
-        parameters["beta_fast"] = hyper.get("rope.scaling.yarn_beta_fast", 32.0)
-        parameters["beta_slow"] = hyper.get("rope.scaling.yarn_beta_slow", 1.0)
-    elif scaling != "linear":
-        raise NotImplementedError(f"{hyper.architecture}.rope.scaling.type is {scaling!r}, not none, linear or yarn")
-    return parameters
+from ..gguf import GGUFFile, GGUFTensor
+from . import qwen35
+from .experts import split_experts
+from .hyperparameters import ROPE_FACTORS, Hyperparameters, decoder_config, dense_decoder_config, rope_parameters
 
 
 def _llama_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
-    config = _decoder_config(file, hyper)
+    config = dense_decoder_config(file, hyper)
     window = hyper.get("attention.sliding_window", 0)
     if window:  # a Mistral file: the same tensors in a class that knows windows
         return config | {"model_type": "mistral", "sliding_window": window}
@@ -108,15 +29,15 @@ def _llama_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
 
 
 def _qwen2_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
-    return _decoder_config(file, hyper) | {"model_type": "qwen2"}
+    return dense_decoder_config(file, hyper) | {"model_type": "qwen2"}
 
 
 def _qwen3_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
-    return _decoder_config(file, hyper) | {"model_type": "qwen3", "attention_bias": "blk.0.attn_q.bias" in file}
+    return dense_decoder_config(file, hyper) | {"model_type": "qwen3", "attention_bias": "blk.0.attn_q.bias" in file}
 
 
 def _gemma3_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
-    config = _decoder_config(file, hyper)
+    config = dense_decoder_config(file, hyper)
     layers, window = config["num_hidden_layers"], hyper.get("attention.sliding_window", 0)
     # Every sixth layer sees all positions unless the file says otherwise. Rope scaling is for those layers alone.
     period = hyper.get_any("attention.sliding_window_pattern", 6)
@@ -133,10 +54,44 @@ def _gemma3_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
         "final_logit_softcapping": hyper.get("final_logit_softcapping", None),
         "attention_bias": "blk.0.attn_q.bias" in file,
         "rope_parameters": {
-            "full_attention": _rope_parameters(hyper, default_theta=1e6),
+            "full_attention": rope_parameters(hyper, default_theta=1e6),
             "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
         },
     }
+
+
+_PHI3_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+
+
+def _phi3_config(file: GGUFFile, hyper: Hyperparameters) -> dict[str, Any]:
+    config = decoder_config(file, hyper)
+    hyper.require("expert_count", 0)
+    head_dim, context = config["head_dim"], config["max_position_embeddings"]
+    original = hyper.get("rope.scaling.original_context_length", context)
+    rope = config["rope_parameters"] | {
+        "partial_rotary_factor": hyper.get("rope.dimension_count", head_dim) / head_dim,
+        "original_max_position_embeddings": original,
+    }
+    attention_factor = hyper.get("rope.scaling.attn_factor", None)
+    missing = [name for name in _PHI3_FACTORS.values() if name not in file]
+    if len(missing) == 1:
+        raise ValueError(f"{file.path}: the file has no tensor {missing[0]!r}")
+    if not missing:
+        rope |= {key: file[name].data.tolist() for key, name in _PHI3_FACTORS.items()}
+        rope |= {"rope_type": "longrope", "attention_factor": attention_factor}
+    return config | {
+        "model_type": "phi3",
+        "intermediate_size": hyper.get("feed_forward_length"),
+        "sliding_window": hyper.get("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": original,
+        "rope_parameters": rope,
+    }
+
+
+def _phi3_tensors(file: GGUFFile, config: Any) -> dict[str, GGUFTensor]:
+    """The factors of the rotary frequencies are in the configuration."""
+    factors = _PHI3_FACTORS.values()
+    return {name: tensor for name, tensor in _all_tensors(file, config).items() if name not in factors}
 
 
 def unpermute_rows(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -157,7 +112,7 @@ def _llama_values(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
 
 def _gemma3_values(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
     """Files hold the factor that a norm multiplies by; transformers' Gemma adds 1 to its weight."""
-    return values - 1 if name.endswith("norm.weight") else values
+    return values.float() - 1 if name.endswith("norm.weight") else values
 
 
 def _same_values(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
@@ -183,26 +138,43 @@ _GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI3_LAYER_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+
+def _all_tensors(file: GGUFFile, config: Any) -> dict[str, GGUFTensor]:
+    return {name: tensor for name, tensor in file.items() if name != ROPE_FACTORS}
+
+
+def _unchanged(model: nn.Module) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class Architecture:
     """config(file, hyperparameters): keyword arguments of the transformers configuration, model_type included.
-    values(name, values, config): a tensor's values as the transformers class wants them, shape and dtype kept.
-    layer_names: a tensor's GGUF name within its layer -> the module's name within the transformers layer.
+    values(name, values, config): a tensor's values as the transformers class wants them, shape kept.
+    layer_names: a tensor's GGUF name within its layer, or that without ".weight" or ".bias" -> the name within the
+        transformers layer.
+    tensors(file, config): the tensors to load, in the shapes of the transformers class.
+    before(model), after(model): what else is to be changed in the model, in place, around loading.
     """
 
     config: Callable[[GGUFFile, Hyperparameters], dict[str, Any]]
     values: Callable[[str, torch.Tensor, Any], torch.Tensor] = _same_values
     layer_names: Mapping[str, str] = field(default_factory=lambda: _LAYER_NAMES)
+    tensors: Callable[[GGUFFile, Any], dict[str, GGUFTensor]] = _all_tensors
+    before: Callable[[nn.Module], None] = _unchanged
+    after: Callable[[nn.Module], None] = _unchanged
 
     def parameter_name(self, name: str) -> str:
         """The transformers name of a GGUF tensor; unknown names come back unchanged."""
-        stem, _, leaf = name.rpartition(".")
-        if layer := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
-            module = self.layer_names.get(layer[2])
-            return f"model.layers.{layer[1]}.{module}.{leaf}" if module else name
-        return f"{_MODEL_NAMES[stem]}.{leaf}" if stem in _MODEL_NAMES else name
+        names, prefix, inner = _MODEL_NAMES, "", name
+        if layer := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
+            names, prefix, inner = self.layer_names, f"model.layers.{layer[1]}.", layer[2]
+        stem, _, leaf = inner.rpartition(".")
+        if inner in names:
+            return prefix + names[inner]
+        return f"{prefix}{names[stem]}.{leaf}" if stem in names else name
 
 
 ARCHITECTURES = {
@@ -210,4 +182,20 @@ ARCHITECTURES = {
     "qwen2": Architecture(_qwen2_config),
     "qwen3": Architecture(_qwen3_config),
     "gemma3": Architecture(_gemma3_config, _gemma3_values, _GEMMA3_LAYER_NAMES),
+    "phi3": Architecture(_phi3_config, layer_names=_PHI3_LAYER_NAMES, tensors=_phi3_tensors),
+    "qwen35": Architecture(
+        qwen35.dense_config,
+        qwen35.tensor_values,
+        _LAYER_NAMES | qwen35.LAYER_NAMES,
+        qwen35.tensors,
+        after=qwen35.permute_inputs,
+    ),
+    "qwen35moe": Architecture(
+        qwen35.moe_config,
+        qwen35.tensor_values,
+        _LAYER_NAMES | qwen35.LAYER_NAMES,
+        qwen35.tensors,
+        before=split_experts,
+        after=qwen35.permute_inputs,
+    ),
 }

@@ -15,10 +15,9 @@ from .. import modules
 from ..gguf import GGUFFile
 from ..loading import load_tensors
 from ..modules import QuantEmbedding, QuantLinear
-from .architectures import ARCHITECTURES, Architecture, Hyperparameters
+from .architectures import ARCHITECTURES, Architecture
+from .hyperparameters import ROPE_FACTORS, Hyperparameters
 from .tokenizer import build_tokenizer, end_token_ids, special_token_ids
-
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def from_gguf(
@@ -30,8 +29,9 @@ def from_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Builds the transformers model and tokenizer of the GGUF file at `path`, from the file alone.
 
-    Architectures: llama (Mistral files say llama too), qwen2, qwen3, gemma3 (its text part). Linear layers and
-    embeddings keep the file's packed bytes; the model is in eval mode and ready for `model.generate`.
+    Architectures: llama (Mistral files say llama too), qwen2, qwen3, phi3, qwen35, qwen35moe and gemma3 (of the last
+    three the text part, without multi-token prediction). Linear layers, experts and embeddings keep the file's packed
+    bytes; the model is in eval mode and ready for `model.generate`.
 
     device: where the model goes; None is the CPU.
     dtype: of activations and of the tensors that aren't packed; None is torch.float32, on every device.
@@ -50,7 +50,7 @@ def from_gguf(
     model = _empty_model(file, architecture, dtype or torch.float32)
     load_tensors(
         model,
-        {name: tensor for name, tensor in file.items() if name != _ROPE_FACTORS},
+        architecture.tensors(file, model.config),
         name_map=architecture.parameter_name,
         progress=progress,
         transform=partial(architecture.values, config=model.config),
@@ -58,6 +58,7 @@ def from_gguf(
     )
     if isinstance(model.get_output_embeddings(), QuantLinear):
         model._tied_weights_keys = {}  # the packed bytes are shared already; transformers only ties parameters
+    architecture.after(model)
     _fill_buffers(model, file)
     tokenizer = build_tokenizer(file.metadata)
     tokenizer.model_max_length = model.config.max_position_embeddings
@@ -73,6 +74,7 @@ def _empty_model(file: GGUFFile, architecture: Architecture, dtype: torch.dtype)
     config = AutoConfig.for_model(arguments.pop("model_type"), **arguments)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        architecture.before(model)
     model.generation_config.eos_token_id = end_token_ids(file.metadata) or None
     return model
 
@@ -118,14 +120,14 @@ def _fill_buffers(model: PreTrainedModel, file: GGUFFile) -> None:
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
         else:
             rotary = type(module)(module.config)
-            if _ROPE_FACTORS in file:
-                _divide_frequencies(rotary, file[_ROPE_FACTORS].data)
+            if ROPE_FACTORS in file:
+                _divide_frequencies(rotary, file[ROPE_FACTORS].data)
             model.set_submodule(name, rotary)
 
 
 def _divide_frequencies(rotary: Any, factors: torch.Tensor) -> None:
     """Llama 3 files hold its frequency scaling as one divisor per frequency instead of the parameters behind it."""
     if not hasattr(rotary, "inv_freq") or rotary.inv_freq.shape != factors.shape:
-        raise ValueError(f"{_ROPE_FACTORS} of shape {tuple(factors.shape)} doesn't fit {type(rotary).__name__}")
+        raise ValueError(f"{ROPE_FACTORS} of shape {tuple(factors.shape)} doesn't fit {type(rotary).__name__}")
     rotary.inv_freq = rotary.inv_freq / factors
     rotary.original_inv_freq = rotary.inv_freq.clone()
