@@ -173,6 +173,15 @@ def test_what_packed_layers_cannot_do_is_refused():
         get_peft_model(packed_mlp(), LoraConfig(target_modules=["up"]))
 
 
+def test_configs_that_other_code_makes_are_registered_within_registering():
+    with pytest.raises(KeyError), torch_qgemv.peft.registering():
+        config = LoraConfig(r=2, target_modules=["up"])
+        raise KeyError
+    assert isinstance(get_peft_model(packed_mlp(), config).base_model.model.up, torch_qgemv.peft.LoraQuantLinear)
+    with pytest.raises(ValueError, match=r"QuantLinear.* is not supported"):
+        get_peft_model(packed_mlp(), LoraConfig(r=2, target_modules=["up"]))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_model_from_gguf_trains_with_checkpointing(use_reentrant):
     pytest.importorskip("transformers")

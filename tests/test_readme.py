@@ -25,6 +25,13 @@ def test_python_runs(code, tmp_path, monkeypatch):
     model = "tiny-qwen35-UDmix" if enables else "tiny-llama-Q4_K_M"
     shutil.copy(ROOT / f"tests/data/{model}.gguf", tmp_path / "model.gguf")
     monkeypatch.chdir(tmp_path)
+    if "torch_qgemv.diffusers" in code:
+        pytest.importorskip("diffusers")
+        import diffusion
+
+        flux = diffusion.dense_model(diffusion.FluxTransformer2DModel)
+        flux.save_config("black-forest-labs/FLUX.1-dev/transformer")
+        diffusion.write(tmp_path / "flux1-dev-Q4_K_S.gguf", diffusion.packed_tensors(flux))
     try:
         exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
     finally:
@@ -34,7 +41,8 @@ def test_python_runs(code, tmp_path, monkeypatch):
 
 def test_every_public_way_in_is_shown():
     for name in (
-        "from_gguf",
+        "hf import from_gguf",
+        "diffusers import from_gguf",
         "load_gguf",
         "hf.enable",
         "GGUFFile",

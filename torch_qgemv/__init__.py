@@ -13,8 +13,8 @@ from .saving import load_state_dict
 
 
 def __getattr__(name: str):
-    """torch_qgemv.hf and .peft are imported when they are first used: they need transformers and peft, and seconds."""
-    if name in ("hf", "peft"):
+    """torch_qgemv.hf, .peft and .diffusers are imported when they are first used: they need packages, and seconds."""
+    if name in ("hf", "peft", "diffusers"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

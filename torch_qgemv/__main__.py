@@ -5,21 +5,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import __version__, bench, requantize, selftest
+from . import __version__, bench, inspection, requantize, selftest
+from . import run as run_model
 
 # A subcommand is a module with a docstring (its first line is the help), add_arguments(parser) and run(args), which
 # returns the exit status. run may raise SystemExit with a message for the user.
-SUBCOMMANDS = {"bench": bench, "quantize": requantize, "selftest": selftest}
+SUBCOMMANDS = {
+    "inspect": inspection,
+    "run": run_model,
+    "quantize": requantize,
+    "selftest": selftest,
+    "bench": bench,
+}
+DESCRIPTION = "GGUF files: look into them, run them with the weights packed, make them smaller; and check the kernels."
+EPILOG = "python -m torch_qgemv SUBCOMMAND --help says more of each."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_qgemv")
+    parser = argparse.ArgumentParser(prog="python -m torch_qgemv", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"torch_qgemv {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="subcommand")
+    subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND", title="subcommands")
     for name, module in SUBCOMMANDS.items():
-        summary, _, details = module.__doc__.partition("\n")
+        summary = module.__doc__.partition("\n")[0]
         subparser = subparsers.add_parser(
-            name, help=summary, description=summary + details, formatter_class=argparse.RawDescriptionHelpFormatter
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)

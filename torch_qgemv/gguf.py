@@ -67,6 +67,31 @@ class GGUFTensor:
     _memory: memoryview | None = field(repr=False)  # the tensor's bytes; None when the type, so the size, is unknown
     _path: Path = field(repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        data: torch.Tensor,
+        shape: tuple[int, ...],
+        quant_type: gguf.GGMLQuantizationType | None,
+        path: Path,
+    ) -> GGUFTensor:
+        """A tensor that was in the file at `path`, changed since: numbers, or the bytes of a packed quant_type."""
+        if quant_type is None:
+            quant_type = next(known for known, dtype in _PLAIN_DTYPES.items() if dtype == data.dtype)
+        raw = data.contiguous().reshape(-1).view(torch.uint8)
+        return cls(name, quant_type, shape, memoryview(raw.numpy()), path)
+
+    @property
+    def nbytes(self) -> int | None:
+        """The size of the data; None for a type id that the installed gguf package doesn't know."""
+        return None if self._memory is None else self._memory.nbytes
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `data` are blocks of a packed type, not numbers. Of an unknown type's data nobody can say."""
+        return self.quant_type in gguf.GGML_QUANT_SIZES and self.quant_type not in _PLAIN_DTYPES
+
     @cached_property
     def data(self) -> torch.Tensor:
         """The tensor's bytes, not copied; made at the first use.

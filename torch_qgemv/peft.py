@@ -25,6 +25,8 @@ NotImplementedError. Layers that are unpacked first, which takes the memory of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .modules import QuantLinear
@@ -96,6 +98,23 @@ def register(config: LoraConfig) -> LoraConfig:
         raise ValueError("register: fan_in_fan_out=True is for weights stored as [in, out]; packed ones are [out, in]")
     config._register_custom_module({QuantLinear: LoraQuantLinear})
     return config
+
+
+@contextmanager
+def registering() -> Iterator[None]:
+    """Within it every LoraConfig that is made is registered: for libraries that make their own, as diffusers does in
+    load_lora_weights. It concerns all threads."""
+    made = LoraConfig.__post_init__
+
+    def registered(self: LoraConfig) -> None:
+        made(self)
+        register(self)
+
+    LoraConfig.__post_init__ = registered
+    try:
+        yield
+    finally:
+        LoraConfig.__post_init__ = made
 
 
 def to_linear(model: nn.Module) -> nn.Module:
