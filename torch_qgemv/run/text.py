@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..experts import QuantExpertLinear
 from ..hf import from_gguf
-from ..modules import PackedModule, QuantLinear
+from ..modules import PackedModule, QuantEmbedding
 
 
 def load(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, float]:
@@ -28,10 +29,16 @@ def unpack(model: nn.Module) -> nn.Module:
     weights = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedModule):
-            dense = module.to_linear() if isinstance(module, QuantLinear) else module.to_embedding()
+            dense = _dense(module)
             dense.weight = weights.setdefault(module.stored.data_ptr(), dense.weight)
             model.set_submodule(name, dense)
     return model
+
+
+def _dense(module: PackedModule) -> nn.Module:
+    if isinstance(module, QuantEmbedding):
+        return module.to_embedding()
+    return module.to_expert_linear() if isinstance(module, QuantExpertLinear) else module.to_linear()
 
 
 def encode(tokenizer: Any, prompt: str) -> torch.Tensor:
