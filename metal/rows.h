@@ -2,8 +2,8 @@
 // of them.
 //
 // A SIMD-group makes rows_outputs outputs for each row of x. Its lanes take neighbouring pieces of a row of the weight
-// (decode8.h), then the next 32, until the row ends. Then the lanes' sums are added. Where rows_splits SIMD-groups share
-// the outputs, each takes 32 pieces in turn, and their sums meet in threadgroup memory.
+// (decode8.h), then the next 32, until the row ends. Then the lanes' sums are added. Where rows_splits SIMD-groups
+// share the outputs, each takes 32 pieces in turn, and their sums meet in threadgroup memory.
 #pragma once
 #include "bias.h"
 #include "decode8.h"

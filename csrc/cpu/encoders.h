@@ -50,7 +50,7 @@ struct Encoder<Q4_1> : OneScaleAndMin<Integers<0, 15, 0>, 32, 1, 5> {
   }
 };
 template <>
-struct Encoder<Q5_0> : OneScale<Integers<-16, 15, 16>, 32, 1, 31> {
+struct Encoder<Q5_0> : OneScale<Integers<-16, 15, 16>, 32, 2, 31> {
   template <class V>
   static void pack(Panel<V, Q5_0>& panel, const Fields<V>& f) {
     put_nibbles(panel, f);
