@@ -85,8 +85,9 @@ $(VENV)/dev.txt: pyproject.toml | $(PY)
 demo: $(VENV)/installed-extras-hf $(VENV)/installed-model
 	$(PY) examples/generate.py $(ARGS)
 
+# Two processes, a file of tests in one of them; OpenMP's threads sleep while they wait, so as not to hold up the other's.
 test: $(VENV)/installed-extras-hf,test
-	$(PY) -m pytest $(if $(CI),-m 'slow or not slow') $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile $(if $(CI),-m 'slow or not slow') $(ARGS)
 
 # From the sources that a PyPI package carries. Without GIT_DIR, ggml would call the commit of this clone its own.
 ggml: | $(PY)

@@ -7,8 +7,6 @@ if it can be built; in CI it must be.
 
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import metal_sim
@@ -60,17 +58,6 @@ def load_launcher():
 
 CHOSEN = chosen_devices()
 PROBLEM = simulator_problem()
-
-
-def pytest_sessionstart(session):
-    """In CI the second core compiles kernels for the simulated device, while the first one tests."""
-    if os.environ.get("CI") and "mps-sim" in CHOSEN and not session.config.option.collectonly:
-        session.config.warming = subprocess.Popen([sys.executable, str(ROOT / "tests/metal_sim/warm.py")])
-
-
-def pytest_sessionfinish(session):
-    if warming := getattr(session.config, "warming", None):
-        warming.terminate()
 
 
 @pytest.fixture(scope="session")
