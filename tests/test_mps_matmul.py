@@ -118,7 +118,7 @@ def test_tiny_and_huge_x(exponent, quant_type, mps):
 
 # Outputs of a threadgroup, rows of x of one.
 KERNELS = {
-    **{M: (f"rows{M}", 8, M) for M in (2, 3, 4)},
+    **{M: (f"rows{M}", 4 if M < 4 else 8, M) for M in (2, 3, 4)},
     **{M: ("tiles", 32, M) for M in (5, 6, 7, 8)},
     **dict.fromkeys((9, 32), ("matmul32", 64, 32)),
     **dict.fromkeys((33, 65), ("matmul64", 64, 64)),
