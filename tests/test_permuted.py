@@ -63,7 +63,7 @@ def test_unpacked_it_is_an_ordinary_linear(device):
 
 
 def test_gradient_reaches_the_values_of_x(device):
-    x = X.to(device).requires_grad_()
+    x = X.to(device, copy=True).requires_grad_()
     make(device)(x).sum().backward()
     torch.testing.assert_close(x.grad.cpu(), MATRIX.sum(0).expand_as(X), atol=1e-5, rtol=1e-5)
 
