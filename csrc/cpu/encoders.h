@@ -36,7 +36,7 @@ template <class F>
 struct Encoder;
 
 template <>
-struct Encoder<Q4_0> : OneScale<Integers<-8, 7, 8>, 32, 2, 31> {
+struct Encoder<Q4_0> : OneScale<Integers<-8, 7, 8>, 32, 1, 31> {
   template <class V>
   static void pack(Panel<V, Q4_0>& panel, const Fields<V>& f) {
     put_nibbles(panel, f);
