@@ -57,13 +57,6 @@ class QuantExpertLinear(PackedModule):
         packed = empty_packed(num_experts * out_features, in_features, quant_type, device)
         super().__init__(packed.unflatten(0, (num_experts, out_features)), quant_type, dtype)
 
-    @classmethod
-    def from_packed(cls, packed: torch.Tensor, quant_type: QuantType) -> QuantExpertLinear:
-        """Holds `packed`, uint8 [E, N, row_bytes], without copying it."""
-        layer = cls.__new__(cls)
-        PackedModule.__init__(layer, packed, quant_type, None)
-        return layer
-
     def to_expert_linear(self, dtype: torch.dtype | None = None) -> ExpertLinear:
         """The ExpertLinear with the dequantized weights, in `dtype` or this module's."""
         layer = ExpertLinear(self.num_experts, self.in_features, self.out_features, device="meta")

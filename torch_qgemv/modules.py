@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
 import torch
@@ -30,6 +30,9 @@ def _class_for(base: type[PackedModule], quant_type: gguf.GGMLQuantizationType) 
     function = types.FunctionType(code, forward.__globals__, "forward", forward.__defaults__, forward.__closure__)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), names | {"forward": functools.update_wrapper(function, forward), "_base": base})
+
+
+_Packed = TypeVar("_Packed", bound="PackedModule")
 
 
 class PackedModule(nn.Module):
@@ -222,6 +225,13 @@ class PackedModule(nn.Module):
             return op(weight, self.quant_type)
         return torch.stack([op(matrix, self.quant_type) for matrix in weight])
 
+    @classmethod
+    def from_packed(cls: type[_Packed], packed: torch.Tensor, quant_type: QuantType) -> _Packed:
+        """Holds `packed`, uint8 bytes in the shape that the class describes, without copying it."""
+        layer = cls.__new__(cls)
+        PackedModule.__init__(layer, packed, quant_type, None)
+        return layer
+
     def _matrix(self) -> torch.Tensor:
         return dequantize(self.stored, self.quant_type, torch.float32)
 
@@ -342,13 +352,6 @@ class QuantEmbedding(PackedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(empty_packed(num_embeddings, embedding_dim, quant_type, device), quant_type, dtype)
-
-    @classmethod
-    def from_packed(cls, packed: torch.Tensor, quant_type: QuantType) -> QuantEmbedding:
-        """Holds `packed`, uint8 [num_embeddings, row_bytes], without copying it."""
-        layer = cls.__new__(cls)
-        PackedModule.__init__(layer, packed, quant_type, None)
-        return layer
 
     def to_embedding(self, dtype: torch.dtype | None = None) -> nn.Embedding:
         """The nn.Embedding with the dequantized weight, in `dtype` or this module's."""
