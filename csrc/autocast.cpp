@@ -20,6 +20,19 @@ at::Tensor linear_autocast(const at::Tensor& x, const at::Tensor& weight, int64_
 }
 
 template <c10::DeviceType device>
+std::vector<at::Tensor> fused_linear_autocast(const at::Tensor& x, at::TensorList weights, at::IntArrayRef quant_types,
+                                              const c10::List<std::optional<at::Tensor>>& biases) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_qgemv::fused_linear", "")
+                             .typed<std::vector<at::Tensor>(const at::Tensor&, at::TensorList, at::IntArrayRef,
+                                                            const c10::List<std::optional<at::Tensor>>&)>();
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
+  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weights, quant_types,
+                 biases);
+}
+
+template <c10::DeviceType device>
 at::Tensor expert_linear_autocast(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ids,
                                   int64_t quant_type) {
   static const auto op = c10::Dispatcher::singleton()
@@ -33,10 +46,12 @@ at::Tensor expert_linear_autocast(const at::Tensor& x, const at::Tensor& weight,
 
 TORCH_LIBRARY_IMPL(torch_qgemv, AutocastCPU, m) {
   m.impl("linear", &linear_autocast<c10::DeviceType::CPU>);
+  m.impl("fused_linear", &fused_linear_autocast<c10::DeviceType::CPU>);
   m.impl("expert_linear", &expert_linear_autocast<c10::DeviceType::CPU>);
 }
 TORCH_LIBRARY_IMPL(torch_qgemv, AutocastMPS, m) {
   m.impl("linear", &linear_autocast<c10::DeviceType::MPS>);
+  m.impl("fused_linear", &fused_linear_autocast<c10::DeviceType::MPS>);
   m.impl("expert_linear", &expert_linear_autocast<c10::DeviceType::MPS>);
 }
 

@@ -12,6 +12,8 @@
 
 #include <numeric>
 
+#include "check.h"
+
 namespace qgemv {
 
 using at::Tensor;
@@ -197,6 +199,20 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, int64_t quant_type
   return y;
 }
 
+// With derivatives: that of each product, so those of linear.
+std::vector<Tensor> fused_linear_autograd(const Tensor& x, at::TensorList weights, at::IntArrayRef quant_types,
+                                          const c10::List<std::optional<Tensor>>& biases) {
+  bool moves = compute_requires_grad(x) || isFwGradDefined(x);
+  for (const std::optional<Tensor>& bias : biases) moves |= compute_requires_grad(bias) || isFwGradDefined(bias);
+  if (moves) return each_linear(x, weights, quant_types, biases, &call_linear);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("torch_qgemv::fused_linear", "")
+                             .typed<std::vector<Tensor>(const Tensor&, at::TensorList, at::IntArrayRef,
+                                                        const c10::List<std::optional<Tensor>>&)>();
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(x, weights, quant_types, biases);
+}
+
 // An operator that is linear in `rows` alone: call(rows).
 template <class Call>
 Tensor with_derivatives(const Tensor& rows, const Tensor& weight, const Tensor& ids, const Saved& saved, Call call) {
@@ -234,6 +250,7 @@ Tensor expert_linear_transposed_autograd(const Tensor& grad_y, const Tensor& wei
 
 TORCH_LIBRARY_IMPL(torch_qgemv, Autograd, m) {
   m.impl("linear", &linear_autograd);
+  m.impl("fused_linear", &fused_linear_autograd);
   m.impl("linear_transposed", &linear_transposed_autograd);
   m.impl("expert_linear", &expert_linear_autograd);
   m.impl("expert_linear_transposed", &expert_linear_transposed_autograd);

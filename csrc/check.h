@@ -1,11 +1,13 @@
 // The one set of argument checks: every backend and the shape-only (meta) kernels call these. Sizes are SymInts, so
 // that the same code serves torch.compile with dynamic shapes; for real tensors they are plain integers.
 #pragma once
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../metal/formats.h"
 
@@ -92,6 +94,24 @@ inline MatrixSize check_linear(const at::Tensor& x, const at::Tensor& weight, in
                       size.N, "], got ", bias->sym_sizes());
   }
   return size;
+}
+
+// Several weights of one x, each with its type and its bias or none. linear checks each of them.
+inline void check_fused_linear(at::TensorList weights, at::IntArrayRef quant_types,
+                               const c10::List<std::optional<at::Tensor>>& biases) {
+  TORCH_CHECK_VALUE(!weights.empty() && weights.size() == quant_types.size() && weights.size() == biases.size(),
+                    "torch_qgemv.fused_linear: weights, quant_types and biases must be as many, one or more, got ",
+                    weights.size(), ", ", quant_types.size(), " and ", biases.size());
+}
+
+// linear(x, weight, quant_type, bias) for each of the weights.
+template <class Linear>
+std::vector<at::Tensor> each_linear(const at::Tensor& x, at::TensorList weights, at::IntArrayRef quant_types,
+                                    const c10::List<std::optional<at::Tensor>>& biases, Linear linear) {
+  check_fused_linear(weights, quant_types, biases);
+  std::vector<at::Tensor> ys;
+  for (size_t i = 0; i < weights.size(); ++i) ys.push_back(linear(x, weights[i], quant_types[i], biases.get(i)));
+  return ys;
 }
 
 inline MatrixSize check_linear_transposed(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {

@@ -13,6 +13,11 @@ at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, int64_t qu
   return at::empty_symint(linear_shape(x, check_linear(x, weight, quant_type, bias)), x.options());
 }
 
+std::vector<at::Tensor> fused_linear_meta(const at::Tensor& x, at::TensorList weights, at::IntArrayRef quant_types,
+                                          const c10::List<std::optional<at::Tensor>>& biases) {
+  return each_linear(x, weights, quant_types, biases, &linear_meta);
+}
+
 at::Tensor linear_transposed_meta(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
   const MatrixSize size = check_linear_transposed(grad_y, weight, quant_type);
   return at::empty_symint(linear_transposed_shape(grad_y, size), grad_y.options());
@@ -65,6 +70,9 @@ std::vector<std::string> format_names() {
 
 TORCH_LIBRARY(torch_qgemv, m) {
   m.def("linear(Tensor x, Tensor weight, int quant_type, Tensor? bias=None) -> Tensor", {at::Tag::pt2_compliant_tag});
+  // linear for several weights of one x.
+  m.def("fused_linear(Tensor x, Tensor[] weights, int[] quant_types, Tensor?[] biases) -> Tensor[]",
+        {at::Tag::pt2_compliant_tag});
   // grad_y W, for a packed W: the gradient of linear with respect to x, in grad_y's dtype.
   m.def("linear_transposed(Tensor grad_y, Tensor weight, int quant_type) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("dequantize(Tensor weight, int quant_type, ScalarType? dtype=None) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -90,6 +98,7 @@ TORCH_LIBRARY(torch_qgemv, m) {
 
 TORCH_LIBRARY_IMPL(torch_qgemv, Meta, m) {
   m.impl("linear", &linear_meta);
+  m.impl("fused_linear", &fused_linear_meta);
   m.impl("linear_transposed", &linear_transposed_meta);
   m.impl("dequantize", &dequantize_meta);
   m.impl("embedding", &embedding_meta);

@@ -54,6 +54,18 @@ struct LinearParams {
 };
 static_assert(sizeof(LinearParams) == 32, "the same on both sides");
 
+// Products of one row of x with several weights. The first groups of the grid make those of part 0, and so on.
+enum : uint32_t { fused_weights = 4 };  // at most, in one launch
+struct FusedPart {
+  LinearParams product;
+  uint32_t groups;       // threadgroups
+  uint32_t kernel_case;  // which of the kernels that the library was compiled for
+};
+struct FusedParams {
+  FusedPart part[fused_weights];
+};
+static_assert(sizeof(FusedParams) == fused_weights * 40, "the same on both sides");
+
 struct DequantizeParams {
   uint64_t row_bytes;
   uint32_t K;

@@ -3,15 +3,14 @@
 import ctypes
 import importlib.util
 import os
-import shutil
 import struct
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from faults.kernels import gemv_variants
 from formats import TYPES, block_size, type_size
+from plans import compile_plan
 
 ROOT = Path(__file__).parent.parent
 NAMES = {t.name: t for t in TYPES}
@@ -116,15 +115,9 @@ def embed():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory, embed):
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    assert compiler, "a C++ compiler has built the extension; now there is none"
     folder = tmp_path_factory.mktemp("launch_plan")
-    source, out = folder / "plan.cpp", folder / "plan.so"
-    source.write_text(SOURCE)
     embed.write(folder / "metal_sources.inc")
-    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc/mps'}", f"-I{folder}"]
-    subprocess.run([compiler, *flags, source, "-o", out], check=True)
-    library = ctypes.CDLL(str(out))
+    library = compile_plan(SOURCE, folder)
     library.name.restype = library.source.restype = ctypes.c_char_p
     library.columns.restype = ctypes.c_int64
     library.columns.argtypes = library.needs_order.argtypes = [ctypes.c_int64]

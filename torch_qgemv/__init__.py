@@ -4,10 +4,11 @@ import importlib
 
 from . import _extension  # noqa: F401  (first: it registers torch.ops.torch_qgemv)
 from . import vmap as _vmap  # noqa: F401  (registers the operators' rules)
+from .fusing import fuse, unfuse
 from .gguf import GGUFError, GGUFFile, GGUFTensor
 from .loading import load_gguf
 from .modules import QuantEmbedding, QuantLinear, prepare
-from .ops import dequantize, embedding, expert_linear, linear, quant_types, quantize
+from .ops import dequantize, embedding, expert_linear, fused_linear, linear, quant_types, quantize
 from .quantizing import QuantizationReport, quantize_model
 from .saving import load_state_dict
 
@@ -30,6 +31,8 @@ __all__ = [
     "dequantize",
     "embedding",
     "expert_linear",
+    "fuse",
+    "fused_linear",
     "linear",
     "load_gguf",
     "load_state_dict",
@@ -37,4 +40,5 @@ __all__ = [
     "quant_types",
     "quantize",
     "quantize_model",
+    "unfuse",
 ]

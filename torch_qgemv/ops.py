@@ -6,6 +6,8 @@ A `quant_type` is a name ("Q4_K"), a gguf.GGMLQuantizationType or a GGUF type id
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import gguf
 import torch
 
@@ -39,6 +41,22 @@ def linear(
     TypeError naming the argument and the sizes.
     """
     return torch.ops.torch_qgemv.linear(x, weight, resolve_quant_type(quant_type), bias)
+
+
+def fused_linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    quant_types: Sequence[QuantType],
+    biases: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """[linear(x, weight, quant_type, bias) for each], for weights of the same K, of any types; biases: None for none.
+
+    On MPS the products of one row of x, [..., K] with one in all other dimensions, are one launch for every four
+    weights. Values and derivatives are those of linear, bit for bit. Raises what linear raises, and ValueError unless
+    weights, quant_types and biases are as many, one or more.
+    """
+    types = [resolve_quant_type(quant_type) for quant_type in quant_types]
+    return torch.ops.torch_qgemv.fused_linear(x, weights, types, [None] * len(types) if biases is None else biases)
 
 
 def dequantize(weight: torch.Tensor, quant_type: QuantType, dtype: torch.dtype = torch.float32) -> torch.Tensor:

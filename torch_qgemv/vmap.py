@@ -1,5 +1,7 @@
 """torch.func.vmap over the operators."""
 
+from functools import partial
+
 import torch
 
 ops = torch.ops.torch_qgemv
@@ -14,15 +16,24 @@ def _one_call_each(op, info, in_dims, args):
     return torch.stack([op(*sample) for sample in samples]), 0
 
 
-def _register_rows(op):
+def _rows(op, info, in_dims, rows, *args):
     """A batch of the first argument, rows of x, of grad_y or of indices, is just more rows."""
+    if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
+        return op(rows.movedim(in_dims[0], 0), *args), 0
+    return _one_call_each(op, info, in_dims, (rows, *args))
 
-    def rule(info, in_dims, rows, *args):
-        if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
-            return op(rows.movedim(in_dims[0], 0), *args), 0
-        return _one_call_each(op, info, in_dims, (rows, *args))
 
-    torch.library.register_vmap(op, rule)
+def _fused_linear(info, in_dims, x, weights, quant_types, biases):
+    """Each product as if it were alone."""
+    x_dim, weight_dims, _, bias_dims = in_dims
+    products = []
+    for weight, quant_type, bias, *dims in zip(weights, quant_types, biases, weight_dims, bias_dims, strict=True):
+        args = x, weight, quant_type, bias
+        if x_dim is None and dims == [None, None]:
+            products.append((ops.linear.default(*args), None))
+        else:
+            products.append(_rows(ops.linear.default, info, (x_dim, dims[0], None, dims[1]), *args))
+    return tuple(map(list, zip(*products, strict=True)))
 
 
 def _register_experts(op):
@@ -45,7 +56,8 @@ def _dequantize(info, in_dims, *args):
 
 
 for _op in (ops.linear.default, ops.linear_transposed.default, ops.embedding.default):
-    _register_rows(_op)
+    torch.library.register_vmap(_op, partial(_rows, _op))
+torch.library.register_vmap(ops.fused_linear.default, _fused_linear)
 for _op in (ops.expert_linear.default, ops.expert_linear_transposed.default):
     _register_experts(_op)
 torch.library.register_vmap(ops.dequantize.default, _dequantize)

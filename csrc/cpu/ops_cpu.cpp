@@ -96,6 +96,11 @@ at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, int64_t qua
   return linear_with(best_kernels(), x, weight, quant_type, bias);
 }
 
+std::vector<at::Tensor> fused_linear_cpu(const at::Tensor& x, at::TensorList weights, at::IntArrayRef quant_types,
+                                         const c10::List<std::optional<at::Tensor>>& biases) {
+  return each_linear(x, weights, quant_types, biases, &linear_cpu);
+}
+
 std::vector<std::string> cpu_isas() {
   std::vector<std::string> names;
   for (const Kernels* kernels : cpu::all_kernels)
@@ -202,6 +207,7 @@ at::Tensor deinterleave_cpu(const at::Tensor& weight, int64_t quant_type) {
 
 TORCH_LIBRARY_IMPL(torch_qgemv, CPU, m) {
   m.impl("linear", &linear_cpu);
+  m.impl("fused_linear", &fused_linear_cpu);
   m.impl("dequantize", &dequantize_cpu);
   m.impl("embedding", &embedding_cpu);
   m.impl("interleave", &interleave_cpu);

@@ -48,6 +48,62 @@ at::Tensor linear_mps(const at::Tensor& x, const at::Tensor& weight, int64_t qua
   return y;
 }
 
+// A weight and what it makes of x.
+struct Product {
+  at::Tensor packed;
+  Weight weight;
+  Bias bias;
+  at::Tensor y;
+};
+
+// Products of one row of x, 2 to fused_weights of them.
+void dispatch_fused(const at::Tensor& row, const Product* products, size_t count) {
+  std::vector<Weight> weights;
+  std::vector<uint32_t> bias_types;
+  std::array<Binding, 3 * fused_weights + 1> buffers;
+  buffers.fill(bind(row));  // what isn't used has to be some buffer: it isn't read
+  for (size_t i = 0; i < count; ++i) {
+    const Product& product = products[i];
+    weights.push_back(product.weight);
+    bias_types.push_back(product.bias.type);
+    buffers[i] = bind(product.packed);
+    if (product.bias.type != no_bias) buffers[fused_weights + 1 + i] = bind(product.bias.tensor);
+    buffers[2 * fused_weights + 1 + i] = bind(product.y);
+  }
+  dispatch<FusedParams, buffers.size()>(plan_fused(weights, describe_rows(row), bias_types), buffers, row,
+                                        products[0].y);
+}
+
+// In as few launches as there can be for one row of x; several rows have one for each weight.
+std::vector<at::Tensor> fused_linear_mps(const at::Tensor& x, at::TensorList weights, at::IntArrayRef quant_types,
+                                         const c10::List<std::optional<at::Tensor>>& biases) {
+  const bool one_row = x.dim() > 0 && x.numel() > 0 && x.numel() == x.size(-1);
+  if (!one_row) return each_linear(x, weights, quant_types, biases, &linear_mps);
+  const at::Tensor row = aligned_rows(x, x.numel());
+  std::vector<Product> products;
+  const auto prepare = [&](const at::Tensor&, const at::Tensor& weight, int64_t quant_type,
+                           const std::optional<at::Tensor>& bias) {
+    const MatrixSize size = check_linear(x, weight, quant_type, bias);
+    const at::Tensor y = at::empty_symint(linear_shape(x, size), x.options());
+    if (y.numel() == 0) return y;
+    const at::Tensor packed = with_dense_rows(weight);
+    products.push_back({packed, describe(packed, quant_type, size), Bias(bias), y});
+    return y;
+  };
+  std::vector<at::Tensor> ys = each_linear(x, weights, quant_types, biases, prepare);
+  for (size_t first = 0; first < products.size(); first += fused_weights) {
+    const Product& product = products[first];
+    const size_t count = std::min<size_t>(products.size() - first, fused_weights);
+    if (count > 1) {
+      dispatch_fused(row, &product, count);
+    } else {
+      const auto plan = plan_linear(product.weight, describe_rows(row), product.bias.type, /*lane_order_known=*/false);
+      dispatch_product(plan, product.packed, row, product.bias, product.y);
+    }
+  }
+  return ys;
+}
+
 at::Tensor linear_transposed_mps(const at::Tensor& grad_y, const at::Tensor& weight, int64_t quant_type) {
   const MatrixSize size = check_linear_transposed(grad_y, weight, quant_type);
   const auto shape = linear_transposed_shape(grad_y, size);
@@ -101,6 +157,7 @@ at::Tensor quantize_mps(const at::Tensor& weight, int64_t quant_type, const std:
 
 TORCH_LIBRARY_IMPL(torch_qgemv, MPS, m) {
   m.impl("linear", &linear_mps);
+  m.impl("fused_linear", &fused_linear_mps);
   m.impl("linear_transposed", &linear_transposed_mps);
   m.impl("dequantize", &dequantize_mps);
   m.impl("embedding", &embedding_mps);

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 
 #include "compile.h"
@@ -17,12 +18,17 @@ namespace {
 const char* const sources[source_count] = {gemv_metal,   dequantize_metal, rows_metal,        tiles_metal,
                                            matmul_metal, transposed_metal, expert_gemv_metal, experts_metal};
 
+NSMutableDictionary* macros_for(Dtype dtype) {
+  NSMutableDictionary* macros = [NSMutableDictionary dictionary];
+  [macros setObject:ns(metal_types[dtype]) forKey:@"QGEMV_TYPE"];
+  if (!half_subnormals_are_kept()) [macros setObject:@1 forKey:@"QGEMV_CONVERT_HALFS"];
+  return macros;
+}
+
 id<MTLLibrary> compile_for(id<MTLDevice> device, const Kernel& kernel) {
   const char* format = formats[kernel.format].name;
-  NSMutableDictionary* macros = [NSMutableDictionary dictionary];
+  NSMutableDictionary* macros = macros_for(kernel.dtype);
   [macros setObject:ns(format) forKey:@"QGEMV_FORMAT"];
-  [macros setObject:ns(metal_types[kernel.dtype]) forKey:@"QGEMV_TYPE"];
-  if (!half_subnormals_are_kept()) [macros setObject:@1 forKey:@"QGEMV_CONVERT_HALFS"];
   return compile(device, sources[source_of(kernel.family)], macros, format);
 }
 
@@ -41,14 +47,22 @@ id<MTLDevice> device_or_throw() {
   return device;
 }
 
-id<MTLComputePipelineState> make_pipeline(const Kernel& kernel) {
-  id<MTLDevice> device = device_or_throw();
-  id<MTLComputePipelineState> state = pipeline_of(device, library(device, kernel), kernel.name());
-  TORCH_CHECK(state.threadExecutionWidth == simd_width && state.maxTotalThreadsPerThreadgroup >= kernel.threads(),
-              "torch_qgemv: this GPU has SIMD-groups of ", state.threadExecutionWidth, " lanes and threadgroups of ",
-              state.maxTotalThreadsPerThreadgroup, "; kernel ", kernel.name(), " needs ", uint32_t(simd_width), " and ",
-              kernel.threads());
-  return state;
+id<MTLLibrary> library(id<MTLDevice> device, const FusedKernel& kernel) {
+  const std::string source = kernel.definitions() + fused_metal;
+  return [compile(device, source.c_str(), macros_for(kernel.dtype), "fused products") autorelease];
+}
+
+template <typename AnyKernel>
+id<MTLComputePipelineState> make_pipeline(const AnyKernel& kernel) {
+  @autoreleasepool {
+    id<MTLDevice> device = device_or_throw();
+    id<MTLComputePipelineState> state = pipeline_of(device, library(device, kernel), kernel.name());
+    TORCH_CHECK(state.threadExecutionWidth == simd_width && state.maxTotalThreadsPerThreadgroup >= kernel.threads(),
+                "torch_qgemv: this GPU has SIMD-groups of ", state.threadExecutionWidth, " lanes and threadgroups of ",
+                state.maxTotalThreadsPerThreadgroup, "; kernel ", kernel.name(), " needs ", uint32_t(simd_width),
+                " and ", kernel.threads());
+    return state;
+  }
 }
 
 }  // namespace
@@ -62,13 +76,20 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel) {
     const std::lock_guard<std::mutex> lock(mutex);
     state = kept.load(std::memory_order_relaxed);
     if (!state) {
-      @autoreleasepool {
-        state = make_pipeline(kernel);
-      }
+      state = make_pipeline(kernel);
       kept.store(state, std::memory_order_release);
     }
   }
   return (id<MTLComputePipelineState>)state;
+}
+
+id<MTLComputePipelineState> pipeline(const FusedKernel& kernel) {
+  static std::map<FusedKernel, id<MTLComputePipelineState>> pipelines;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = pipelines.find(kernel);
+  if (found != pipelines.end()) return found->second;
+  return pipelines.emplace(kernel, make_pipeline(kernel)).first->second;
 }
 
 id<MTLComputePipelineState> device_check_pipeline(const char* kernel) {

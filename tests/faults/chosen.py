@@ -37,6 +37,7 @@ def several_rows(quant_type: str) -> str:
     return f"test_mps_matmul.py::test_every_kernel[mps-sim-{quant_type}-half]"
 
 
+FUSED = "test_fused_linear.py::test_{}"
 ROWS, TILES, MATMUL = "metal/rows.h", "metal/tiles.h", "metal/matmul.h"
 LOOP = "for (uint step = 0; step < side.steps; ++step) {"
 FIRST_BARRIER = f"{LOOP}\n    threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -221,6 +222,34 @@ FAULTS = [
         "ids.numel() / rows.size(0)",
         "1",
         "test_experts.py::test_one_expert_a_row_or_several[mps-sim-x_shape3-ids_shape3-int32]",
+    ),
+    Fault(
+        "fused: the fourth weight read as the third",
+        "metal/fused.metal",
+        "(i == 2 ? third : fourth)",
+        "(i == 2 ? third : third)",
+        FUSED.format("a_product_for_each_weight[mps-sim]"),
+    ),
+    Fault(
+        "fused: threadgroups of the largest kernel alone",
+        "csrc/mps/fused_plan.h",
+        "shape.rows * (plan.kernel.simdgroups / shape.splits)",
+        "shape.outputs()",
+        FUSED.format("kernels_of_different_shapes_share_a_launch[mps-sim]"),
+    ),
+    Fault(
+        "fused: a case too few in the library's key",
+        "csrc/mps/fused_plan.h",
+        "std::copy(cases.begin(), cases.end(), plan.kernel.cases.begin())",
+        "std::copy(cases.begin(), cases.end() - (cases.size() > 3), plan.kernel.cases.begin())",
+        FUSED.format("a_product_for_each_weight[mps-sim]"),
+    ),
+    Fault(
+        "fused: a bias bound to the weight before",
+        LAUNCHER,
+        "buffers[fused_weights + 1 + i] = bind(product.bias.tensor)",
+        "buffers[fused_weights + i] = bind(product.bias.tensor)",
+        FUSED.format("nothing_is_copied[mps-sim]"),
     ),
 ]
 

@@ -10,17 +10,20 @@ import torch
 from torch import nn
 
 from ..experts import QuantExpertLinear
+from ..fusing import fuse
 from ..hf import from_gguf
 from ..modules import PackedModule, QuantEmbedding
 
 
 def load(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, float]:
-    """The model, its tokenizer, and the seconds that took."""
+    """The model, fused on a GPU, its tokenizer, and the seconds that took."""
     start = time.perf_counter()
     try:
         model, tokenizer = from_gguf(path, device=device, dtype=dtype)
     except (OSError, ValueError, NotImplementedError) as error:  # a GGUFError is a ValueError
         raise SystemExit(f"run: {error}") from None
+    if device.type == "mps":
+        fuse(model)
     return model, tokenizer, time.perf_counter() - start
 
 

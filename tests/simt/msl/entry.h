@@ -4,10 +4,10 @@
 #include "../../metal_sim/runtime/kernel_abi.h"  // MslId
 
 struct MslBuffers {
-  MSL_GLOBAL uchar* at[8];
+  MSL_GLOBAL uchar* at[13];
 };
 struct alignas(16) MslBytes {
-  uchar bytes[64];
+  uchar bytes[160];
 };
 
 #define MSL_ENTRY extern "C" __attribute__((nvptx_kernel))
@@ -58,7 +58,7 @@ MSL_INLINE P msl_argument(const MslBuffers& buffers, const MslBytes& bytes, int 
   if constexpr (__is_pointer(P)) {
     return (P)buffers.at[index];
   } else if constexpr (__is_lvalue_reference(P)) {
-    static_assert(sizeof(__remove_reference_t(P)) <= sizeof bytes.bytes, "parameters of 64 bytes at most");
+    static_assert(sizeof(__remove_reference_t(P)) <= sizeof bytes.bytes, "parameters of 160 bytes at most");
     return *(__remove_reference_t(P)*)bytes.bytes;
   } else {
     const uint3 id = msl_id((MslId)index);
