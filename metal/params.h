@@ -13,7 +13,8 @@ enum : uint32_t { simd_width = 32 };  // lanes of a SIMD-group
 //   splits      how many of them share the same outputs, a part of K each
 // csrc/mps/gemv_plan.h chooses, and has the reasons. Weights that aren't aligned have one more kernel, the plain one.
 #define QGEMV_GEMV_SHAPES(_, ...) \
-  _(__VA_ARGS__, 8, 2, 1) _(__VA_ARGS__, 8, 2, 2) _(__VA_ARGS__, 8, 4, 4) _(__VA_ARGS__, 4, 2, 1)
+  _(__VA_ARGS__, 8, 2, 1)         \
+  _(__VA_ARGS__, 8, 2, 2) _(__VA_ARGS__, 8, 4, 4) _(__VA_ARGS__, 4, 2, 1) _(__VA_ARGS__, 4, 2, 2)
 #define QGEMV_PLAIN_GEMV_SHAPE(_, ...) _(__VA_ARGS__, 4, 2, 1)
 
 // The types of x and y: all, or the one that a library is compiled for.
@@ -26,9 +27,8 @@ enum : uint32_t { simd_width = 32 };  // lanes of a SIMD-group
 
 // Geometry of the kernels for several rows of x.
 enum : uint32_t {
-  rows_outputs = 4,     // outputs a row of x that a SIMD-group of the rows kernels makes
-  rows_simdgroups = 2,  // SIMD-groups in one of their threadgroups
-  max_rows = 4,         // most rows of x that they are made for
+  rows_outputs = 4,  // outputs a row of x that a lane of the rows kernels adds to; four lanes have different ones
+  max_rows = 4,      // most rows of x that they are made for
 
   tiles_outputs = 16,  // the same of the tiles kernels
   tiles_simdgroups = 2,
@@ -37,10 +37,11 @@ enum : uint32_t {
   matmul_outputs = 64  // columns of a tile of the matrix kernels
 };
 
-// How many SIMD-groups of a rows kernel for M rows of x share the same outputs, a part of K each. More of them hide the
-// memory's latency, but each adds up its outputs * M sums: on an NVIDIA H200, Q4_K with half x, two took 0.75 to 1.0 of
-// one's time at M = 2, 0.8 to 0.95 at M = 3, and 1.05 to 1.2 at M = 4.
-constexpr uint32_t rows_splits(uint32_t M) { return M < 4 ? 2 : 1; }
+// The rows kernels that there are for every format, type and number of rows of x, _(arguments..., simdgroups): those of
+// a threadgroup, which share its outputs, a part of K each. csrc/mps/matmul_plan.h chooses. The plain one, for weights
+// that aren't aligned, has the fewer.
+#define QGEMV_ROWS_SHAPES(_, ...) _(__VA_ARGS__, 8) _(__VA_ARGS__, 4)
+#define QGEMV_PLAIN_ROWS_SHAPE(_, ...) _(__VA_ARGS__, 4)
 
 // A bias is read in the type it has.
 enum : uint32_t { no_bias, float_bias, half_bias, bfloat_bias };
@@ -125,5 +126,21 @@ template <>
 struct Alignment<IQ4_XS> {
   enum : uint32_t { bytes = 8 };
 };
+
+// Most outputs of a SIMD-group of gemv whose blocks fit a lane's registers beside its x. An Apple GPU has 128 of 32
+// bits; by a compiler for NVIDIA GPUs, 8 outputs of these formats take 168 to 255, of the others 80 to 128.
+template <typename F>
+struct GemvRows {
+  enum : uint32_t { most = 8 };
+};
+struct FewGemvRows {
+  enum : uint32_t { most = 4 };
+};
+template <>
+struct GemvRows<Q2_K> : FewGemvRows {};
+template <>
+struct GemvRows<Q3_K> : FewGemvRows {};
+template <>
+struct GemvRows<Q6_K> : FewGemvRows {};
 
 }  // namespace qgemv

@@ -33,7 +33,7 @@ extern "C" void plan(const int64_t (*arguments)[5], int count, int dtype, Fused*
     biases.push_back(uint32_t(i));
   }
   try {
-    const auto plan = plan_fused(weights, {1, 0, Dtype(dtype)}, biases);
+    const auto plan = plan_fused(weights, {1, 0, Dtype(dtype)}, biases, {});
     strcpy(r->definitions, plan.kernel.definitions().c_str());
     strcpy(r->kernel, plan.kernel.name());
     r->grid[0] = plan.grid.x, r->grid[1] = plan.grid.y;
@@ -95,9 +95,9 @@ def test_cases_name_gemv_kernels(library):
 
 
 def test_two_types(plan):
-    launch = plan(("Q6_K", 1024, 4096), ("Q4_K", 4096, 4096), ("Q6_K", 5, 4096))
+    launch = plan(("Q5_K", 1024, 4096), ("Q4_K", 4096, 4096), ("Q5_K", 5, 4096))
     assert launch.definitions == (
-        "#define QGEMV_SIMDGROUPS 4\n#define QGEMV_CASES(_) _(0, Q4_K, Aligned, 8, 2) _(1, Q6_K, Aligned, 8, 4)\n"
+        "#define QGEMV_SIMDGROUPS 4\n#define QGEMV_CASES(_) _(0, Q4_K, Aligned, 8, 2) _(1, Q5_K, Aligned, 8, 4)\n"
     )
     assert launch.kernel == "fused_half" and launch.threadgroup == (128, 1)
     groups = [1024 // 8, 4096 // 16, 1]
@@ -105,7 +105,7 @@ def test_two_types(plan):
     assert [part.case for part in launch.parts[:3]] == [1, 0, 1]
     assert [part.bias for part in launch.parts[:3]] == [0, 1, 2]
     assert [(part.N, part.K, part.row_bytes) for part in launch.parts[:3]] == [
-        *((1024, 4096, 3360), (4096, 4096, 2304), (5, 4096, 3360))
+        *((1024, 4096, 2816), (4096, 4096, 2304), (5, 4096, 2816))
     ]
     assert launch.grid == (128 * sum(groups), 1)
 

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import os
+import random
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ void fill(Result* r, const Plan<P>& plan) {
   memcpy(r->params, &plan.params, sizeof(P));
 }
 
+Tuning tuning;
+
 struct Arguments {
   int64_t family, quant_type, N, K, offset, row_bytes, count, x_stride, dtype, extra;
 };
@@ -46,9 +49,11 @@ extern "C" void plan(const Arguments* a, Result* r) {
   const Dtype dtype = Dtype(a->dtype);
   try {
     const Rows x{a->count, a->x_stride, dtype};
-    if (a->family == gemv) fill(r, plan_gemv(w, a->count, a->x_stride, dtype, uint32_t(a->extra)));
-    if (a->family == linear) fill(r, plan_linear(w, x, uint32_t(a->extra), true));
-    if (a->family == linear_of_unknown_lanes) fill(r, plan_linear(w, x, uint32_t(a->extra), false));
+    const int variant = choose_variant(w, w.N, dtype, tuning);
+    if (a->family == gemv) fill(r, plan_gemv(w, a->count, a->x_stride, dtype, uint32_t(a->extra), variant));
+    if (a->family == linear) fill(r, plan_linear(w, x, uint32_t(a->extra), true, tuning));
+    if (a->family == linear_of_unknown_lanes) fill(r, plan_linear(w, x, uint32_t(a->extra), false, tuning));
+    if (a->family == expert_gemv) fill(r, plan_expert_gemv({w, a->extra, 0}, {a->count, 1, 8}, x, tuning));
     if (a->family == linear_transposed) fill(r, plan_transposed(w, x));
     if (a->family == dequantize) fill(r, plan_dequantize(w, dtype));
     if (a->family == embedding) fill(r, plan_embedding(w, a->count, uint32_t(a->extra), dtype));
@@ -64,9 +69,17 @@ extern "C" const char* source(int i) {
 extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
 extern "C" int needs_order(int64_t M) { return needs_lane_order(M); }
 extern "C" int64_t columns(int64_t N) { return grad_y_columns(N); }
-extern "C" int wanted(int64_t N, int64_t K, uint32_t x_bytes, uint32_t cores) {
-  return choose_gemv(N, K, x_bytes, cores);
+extern "C" int wanted(uint32_t most_rows, int64_t N, int64_t K, uint32_t cores) {
+  return choose_gemv(most_rows, N, K, cores);
 }
+extern "C" int tune(int64_t quant_type, int dtype, int64_t N, int64_t K, int variant) {
+  return tuning.add(format_index(quant_type), dtype, N, K, variant);
+}
+extern "C" int tuned(int64_t quant_type, int dtype, int64_t N, int64_t K) {
+  return tuning.find(format_index(quant_type), dtype, N, K).value_or(-1);
+}
+extern "C" void forget() { tuning = {}; }
+extern "C" const char* shape_name(int i) { return i < gemv_variants ? gemv_names[i] : nullptr; }
 extern "C" const uint32_t* shape(int i) { return i < gemv_variants ? &gemv_shapes[i].rows : nullptr; }
 extern "C" int aligned(uint64_t offset, uint64_t row_bytes) { return x_is_aligned(offset, row_bytes); }
 """
@@ -118,11 +131,13 @@ def library(tmp_path_factory, embed):
     folder = tmp_path_factory.mktemp("launch_plan")
     embed.write(folder / "metal_sources.inc")
     library = compile_plan(SOURCE, folder)
-    library.name.restype = library.source.restype = ctypes.c_char_p
+    library.name.restype = library.source.restype = library.shape_name.restype = ctypes.c_char_p
     library.columns.restype = ctypes.c_int64
     library.columns.argtypes = library.needs_order.argtypes = [ctypes.c_int64]
     library.shape.restype = ctypes.POINTER(ctypes.c_uint32)
-    library.wanted.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_uint32] * 2
+    library.tune.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    library.tuned.argtypes = library.tune.argtypes[:4]
+    library.wanted.argtypes = [ctypes.c_uint32, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
     library.aligned.argtypes = [ctypes.c_uint64] * 2
     return library
 
@@ -157,6 +172,7 @@ def test_names(library):
     shapes = [variant.suffix for variant in gemv_variants()]
     assert shapes[-1] == "plain" and shapes.count("plain") == 1
     ends = {f: ["", "_plain"] for f in FAMILIES} | {"routes": [""]}
+    ends |= {f"rows{M}": ["_s8", "_s4", "_plain"] for M in (2, 3, 4)}
     ends["gemv"] = ends["expert_gemv"] = [f"_{shape}" for shape in shapes]
     assert names == [f"{f}_{t}_{d}{end}" for f in FAMILIES for t in NAMES for d in dtypes for end in ends[f]]
 
@@ -218,32 +234,84 @@ def test_gemv_grid(plan, N, K, M):
 def test_gemv_shapes(library):
     for i, variant in enumerate(gemv_variants()):
         assert library.shape(i)[:3] == [variant.rows, variant.simdgroups, variant.splits]
+        assert library.shape_name(i).decode() == variant.suffix
         assert variant.simdgroups % variant.splits == 0 and variant.threads <= 1024
     assert not library.shape(len(gemv_variants()))
 
 
 @pytest.mark.parametrize(
-    "N, K, half, single",
+    "N, K, usual, few",
     [
-        (8192, 2048, "r8_s2_k1", "r8_s2_k2"),
-        (8192, 2016, "r4_s2_k1", "r4_s2_k1"),
-        (8191, 4096, "r8_s2_k2", "r8_s2_k2"),
-        (1536, 4096, "r8_s2_k2", "r8_s2_k2"),
-        (1535, 4096, "r8_s4_k4", "r8_s4_k4"),
-        (1, 4096, "r8_s4_k4", "r8_s4_k4"),
-        (1535, 4064, "r8_s2_k2", "r8_s2_k2"),
+        (1536, 2048, "r8_s2_k2", "r4_s2_k2"),
+        (1536, 2016, "r4_s2_k1", "r4_s2_k1"),
+        (100_000, 4096, "r8_s2_k2", "r4_s2_k2"),
+        (1536, 4096, "r8_s2_k2", "r4_s2_k2"),
+        (1535, 4096, "r8_s4_k4", "r4_s2_k2"),
+        (1, 4096, "r8_s4_k4", "r4_s2_k2"),
+        (1535, 4064, "r8_s2_k2", "r4_s2_k2"),
         (1, 1024, "r4_s2_k1", "r4_s2_k1"),
     ],
 )
-def test_the_gemv_kernel_for_a_shape(library, plan, N, K, half, single):
+def test_the_gemv_kernel_for_a_shape(library, plan, N, K, usual, few):
     """For a GPU of 16 cores; the limits of N go with the cores, those of K don't."""
-    for dtype, wanted in enumerate((single, half, half)):
-        for quant_type in (NAMES["Q4_0"], NAMES["IQ4_NL"]):
-            assert plan("gemv", quant_type, N, K, dtype=dtype).kernel.endswith(wanted)
-        x_bytes = 2 if dtype else 4
+    for dtype in range(3):
+        for quant_type in TYPES:
+            wanted = few if quant_type.name in ("Q2_K", "Q3_K", "Q6_K") else usual
+            assert plan("gemv", quant_type, N, K // 256 * 256, dtype=dtype).kernel.endswith(wanted) or K % 256
+            assert plan("gemv", NAMES["Q4_0"], N, K, dtype=dtype).kernel.endswith(usual)
+    for most_rows, wanted in ((8, usual), (4, few)):
         for cores in (1, 8, 32, 80):
-            variant = gemv_variants()[library.wanted(-(-N * cores // 16), K, x_bytes, cores)].suffix
+            variant = gemv_variants()[library.wanted(most_rows, -(-N * cores // 16), K, cores)].suffix
             assert variant == wanted or N * cores % 16, (cores, variant)
+
+
+# ---- Tables of gemv kernels
+
+
+@pytest.fixture
+def tune(library):
+    """Adds an entry to the table; an empty one at first, and again behind the test."""
+    library.forget()
+    yield library.tune
+    library.forget()
+
+
+def test_a_table_names_the_kernel_of_its_class_alone(plan, tune):
+    assert tune(NAMES["Q4_0"], 1, 4096, 8191, 3)
+    for N, K, tuned in [
+        *((4096, 4096, True), (8191, 4096, True), (4096, 8160, True), (5000, 5024, True)),
+        *((4095, 4096, False), (8192, 4096, False), (4096, 4064, False), (4096, 8192, False)),
+    ]:
+        for quant_type in ("Q4_0", "IQ4_NL"):
+            for dtype in range(3):
+                kernel = plan("gemv", NAMES[quant_type], N, K, dtype=dtype).kernel
+                assert kernel.endswith("r4_s2_k1") == (tuned and quant_type == "Q4_0" and dtype == 1), (N, K, kernel)
+    assert plan("linear", NAMES["Q4_0"], 4096, 4096).kernel == "gemv_Q4_0_half_r4_s2_k1"
+    assert plan("linear", NAMES["Q4_0"], 4096, 4096, count=2).kernel == "rows2_Q4_0_half_s4"
+    assert plan("gemv", NAMES["Q4_0"], 4096, 4096, offset=1).kernel.endswith("_plain")
+
+
+def test_rows_by_experts_count_together(plan, tune):
+    """Four rows of N = 1024 share the GPU as one of 4096."""
+    tune(NAMES["Q4_0"], 1, 4096, 4096, 3)
+    kernels = [plan("expert_gemv", NAMES["Q4_0"], 1024, 4096, count=rows, extra=64).kernel for rows in (3, 4, 7, 8)]
+    assert kernels == [f"expert_gemv_Q4_0_half_{end}" for end in ("r8_s2_k2", "r4_s2_k1", "r4_s2_k1", "r8_s2_k2")]
+
+
+def test_tables_of_many_entries(library, tune):
+    expected, draw = {}, random.Random(0)
+    for _ in range(500):
+        size = [2 ** draw.randrange(32) for _ in range(2)]
+        key, variant = (draw.choice(TYPES), draw.randrange(3), *size), draw.randrange(4)
+        assert bool(tune(*key, variant)) == (key not in expected)
+        expected.setdefault(key, variant)
+    assert len(expected) > 400
+    for quant_type in TYPES:
+        for dtype in range(3):
+            for n in range(32):
+                for k in range(32):
+                    variant = expected.get((quant_type, dtype, 2**n, 2**k), -1)
+                    assert library.tuned(quant_type, dtype, 2**n, 2 * 2**k - 1) == variant
 
 
 @pytest.mark.parametrize("K", [32, 256, 4096, 4352, 2**20])
@@ -288,7 +356,7 @@ def test_limits(plan):
 
 # {M: family, and what a threadgroup has: outputs, rows of x, threads}
 FAMILY_OF_ROWS = {
-    **{1: ("gemv", 8, 1, 64), 2: ("rows2", 4, 2, 64), 3: ("rows3", 4, 3, 64), 4: ("rows4", 8, 4, 64)},
+    **{1: ("gemv", 8, 1, 64), 2: ("rows2", 16, 2, 128), 3: ("rows3", 16, 3, 128), 4: ("rows4", 16, 4, 128)},
     **dict.fromkeys((5, 6, 7, 8), ("tiles", 32, 8, 64)),
     **dict.fromkeys((9, 31, 32), ("matmul32", 64, 32, 64)),
     **dict.fromkeys((33, 64, 65, 1000), ("matmul64", 64, 64, 128)),
@@ -303,7 +371,7 @@ def test_linear_by_rows_of_x(plan, library, M, N):
         if operator != "linear" and family == "tiles":
             family, outputs, rows, threads = FAMILY_OF_ROWS[32]
         p = plan(operator, NAMES["Q6_K"], N, 512, count=M, x_stride=600, extra=2)
-        shape = "_r4_s2_k1" if family == "gemv" else ""
+        shape = "_r4_s2_k1" if family == "gemv" else "_s4" if family.startswith("rows") else ""
         assert p.kernel == f"{family}_Q6_K_half{shape}" and p.threadgroup == (threads, 1)
         groups = [-(-N // outputs) * threads, -(-M // rows)]
         if family.startswith("matmul"):  # rows of x first
@@ -312,6 +380,16 @@ def test_linear_by_rows_of_x(plan, library, M, N):
         assert struct.unpack("<QQIIII", p.params)[:5] == (420, 600, N, 512, 2)
         assert M == 1 or struct.unpack("<QQIIII", p.params)[5] == M
     assert library.needs_order(M) == (5 <= M <= 8)
+
+
+@pytest.mark.parametrize("N, K, simdgroups", [(1023, 4096, 8), (1024, 4096, 4), (1023, 4064, 4), (1, 2**20, 8)])
+@pytest.mark.parametrize("M", [2, 3, 4])
+def test_how_many_simdgroups_share_the_rows(plan, M, N, K, simdgroups):
+    p = plan("linear", NAMES["Q4_0"], N, K, count=M)
+    assert p.kernel == f"rows{M}_Q4_0_half_s{simdgroups}"
+    assert p.threadgroup == (32 * simdgroups, 1) and p.grid == (-(-N // 16) * 32 * simdgroups, 1)
+    p = plan("linear", NAMES["Q4_0"], N, K, count=M, offset=1)
+    assert p.kernel == f"rows{M}_Q4_0_half_plain" and p.threadgroup == (128, 1)
 
 
 @pytest.mark.parametrize("M, rows", [(1, 32), (32, 32), (33, 64), (100, 64)])
@@ -328,11 +406,13 @@ def test_columns_of_grad_y(library):
 
 def test_limits_of_several_rows(plan):
     quant_type = NAMES["Q4_0"]
-    for M, outputs in ((2, 4), (4, 8), (8, 32)):
-        largest = (2**32 - 1) // 64 * outputs
+    for M, outputs, threads in ((2, 16, 128), (4, 16, 128), (8, 32, 64)):
+        largest = (2**32 - 1) // threads * outputs
         assert plan("linear", quant_type, largest, 32, count=M).grid[0] < 2**32
         with pytest.raises(OverflowError, match=f"linear: N = {largest + 1} is more"):
             plan("linear", quant_type, largest + 1, 32, count=M)
+    with pytest.raises(OverflowError, match=r"linear: bytes from row to row = 536870912 is more than the 536870911 "):
+        plan("linear", quant_type, 5, 2**29, row_bytes=2**29, count=2)
     most = (2**32 - 1) // 128 * 64
     assert plan("linear", quant_type, 2**32 - 1, 32, count=most).grid[0] < 2**32
     for operator in ("linear", "linear_transposed"):

@@ -104,16 +104,22 @@ def test_more_rows_than_16_bits_count(rows, mps):
 
 
 @pytest.mark.parametrize(
-    "N, K, kernel", [(500, 4096, "r8_s4_k4"), (500, 2048, "r8_s2_k2"), (8200, 2048, "r8_s2_k1"), (9, 1792, "r4_s2_k1")]
+    "quant_type, N, K, kernel",
+    [
+        *((Q4_K, 500, 4096, "r8_s4_k4"), (Q4_K, 500, 2048, "r8_s2_k2")),
+        *((Q6_K, 500, 2048, "r4_s2_k2"), (Q6_K, 9, 1792, "r4_s2_k1")),
+    ],
+    **by_name,
 )
-def test_every_gemv_kernel_is_launched(N, K, kernel, mps, record):
-    packed, x, bias = random_packed(Q6_K, N, K), random_x((1, K), torch.half), random_x((N,), seed=9)
+def test_every_gemv_kernel_is_launched(quant_type, N, K, kernel, mps, record):
+    """But for r8_s2_k1, which only a table chooses."""
+    packed, x, bias = random_packed(quant_type, N, K), random_x((1, K), torch.half), random_x((N,), seed=9)
     weight, on_mps, on_mps_bias = packed.to(mps), x.to(mps), bias.to(mps)
     record()
-    y = torch_qgemv.linear(on_mps, weight, Q6_K, on_mps_bias)
+    y = torch_qgemv.linear(on_mps, weight, quant_type, on_mps_bias)
     (launch,) = record()
-    assert launch.kernel == f"gemv_Q6_K_half_{kernel}"
-    assert_linear_close(y, x, dequantized(packed, Q6_K), bias)
+    assert launch.kernel == f"gemv_{quant_type.name}_half_{kernel}"
+    assert_linear_close(y, x, dequantized(packed, quant_type), bias)
 
 
 def test_one_row_is_one_launch(mps, record):

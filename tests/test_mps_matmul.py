@@ -50,6 +50,17 @@ def test_every_kernel(quant_type, dtype, mps):
                 assert_linear_close(y, x, matrix, bias, positive, f"N={N} K={K} M={M} {w.storage_offset()}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quant_type", TYPES, **by_name)
+def test_eight_simdgroups_that_share_rows(quant_type, dtype, mps, launches):
+    """With a last step that not all of them have."""
+    packed = random_packed(quant_type, 5, 4352)
+    x, matrix = random_x((3, 4352), DTYPES[dtype]), dequantized(packed, quant_type)
+    (launch,), y = launches(lambda: torch_qgemv.linear(x.to(mps), packed.to(mps), quant_type))
+    assert launch.kernel == f"rows3_{quant_type.name}_{dtype}_s8"
+    assert_linear_close(y, x, matrix)
+
+
 @pytest.mark.parametrize("K", [4096, pytest.param(14336, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quant_type", [Q8_0, Q4_K, IQ4_XS], **by_name)
 def test_sums_over_long_rows(quant_type, K, mps):
@@ -118,7 +129,7 @@ def test_tiny_and_huge_x(exponent, quant_type, mps):
 
 # Outputs of a threadgroup, rows of x of one.
 KERNELS = {
-    **{M: (f"rows{M}", 4 if M < 4 else 8, M) for M in (2, 3, 4)},
+    **{M: (f"rows{M}", 16, M) for M in (2, 3, 4)},
     **{M: ("tiles", 32, M) for M in (5, 6, 7, 8)},
     **dict.fromkeys((9, 32), ("matmul32", 64, 32)),
     **dict.fromkeys((33, 65), ("matmul64", 64, 64)),
@@ -132,7 +143,8 @@ def test_one_launch_whatever_the_rows(M, mps, launches):
     weight, on_mps = packed.to(mps), x.to(mps)
     for w, plain in ((weight, ""), (odd_view(weight), "_plain")):
         (launch,), y = launches(lambda w=w: torch_qgemv.linear(on_mps, w, Q4_K))
-        assert launch.kernel == f"{family}_Q4_K_half{plain}"
+        usual = "_s4" if family.startswith("rows") else ""
+        assert launch.kernel == f"{family}_Q4_K_half{plain or usual}"
         groups = [-(-67 // outputs), -(-M // rows)]
         if family.startswith("matmul"):
             groups.reverse()
@@ -196,7 +208,9 @@ def test_tiles_run_only_where_the_order_of_the_lanes_is_known(order, family, sim
     script = OTHER_LANES.format(tests=str(Path(__file__).parent), order=order)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [f"{name}_Q4_0_float" for name in ("rows4", family, family, "matmul64")]
+    assert done.stdout.split() == [
+        f"{name}_Q4_0_float{end}" for name, end in (("rows4", "_s4"), (family, ""), (family, ""), ("matmul64", ""))
+    ]
 
 
 def test_the_self_test_leaves_no_metal_object(mps, simulator):

@@ -11,6 +11,7 @@ from .modules import QuantEmbedding, QuantLinear, prepare
 from .ops import dequantize, embedding, expert_linear, fused_linear, linear, quant_types, quantize
 from .quantizing import QuantizationReport, quantize_model
 from .saving import load_state_dict
+from .tuning import load_tuning, unload_tuning
 
 
 def __getattr__(name: str):
@@ -36,9 +37,11 @@ __all__ = [
     "linear",
     "load_gguf",
     "load_state_dict",
+    "load_tuning",
     "prepare",
     "quant_types",
     "quantize",
     "quantize_model",
     "unfuse",
+    "unload_tuning",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from . import __version__, bench, inspection, requantize, selftest
 from . import run as run_model
+from .bench import tune
 
 # A subcommand is a module with a docstring (its first line is the help), add_arguments(parser) and run(args), which
 # returns the exit status. run may raise SystemExit with a message for the user.
@@ -16,6 +17,7 @@ SUBCOMMANDS = {
     "quantize": requantize,
     "selftest": selftest,
     "bench": bench,
+    "tune": tune,
 }
 DESCRIPTION = "GGUF files: look into them, run them with the weights packed, make them smaller; and check the kernels."
 EPILOG = "python -m torch_qgemv SUBCOMMAND --help says more of each."

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from . import __version__, ops
 from .testing import linear_error, random_packed
+from .tuning import gpu_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 N, BLOCKS = 37, 9  # rows that fill no threadgroup, blocks that fill no SIMD-group
@@ -59,8 +60,7 @@ def choose_device(name: str) -> torch.device:
 
 def describe(device: torch.device) -> str:
     system = f"macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else platform.system()
-    get_name = getattr(torch.backends.mps, "get_name", str)  # torch 2.10 may have none
-    chip = get_name() if device.type == "mps" else ""
+    chip = gpu_name() if device.type == "mps" else ""
     return f"torch_qgemv {__version__}, {device} {chip}, {system}, torch {torch.__version__}".replace(" ,", ",")
 
 

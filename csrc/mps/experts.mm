@@ -12,6 +12,7 @@
 #include "experts_plan.h"
 #include "pipelines.h"
 #include "tensors.h"
+#include "tuning_in_use.h"
 
 namespace qgemv::mps {
 namespace {
@@ -44,7 +45,7 @@ at::Tensor expert_linear_mps(const at::Tensor& x, const at::Tensor& weight, cons
   const at::Tensor rows = aligned_rows(x, experts.each.K);
   const ExpertRows y_rows{ids.numel(), ids.numel() / rows.size(0), uint32_t(ids.element_size())};
   if (takes_expert_gemv(y_rows.rows, experts.count)) {
-    const auto plan = plan_expert_gemv(experts, y_rows, describe_rows(rows));
+    const auto plan = plan_expert_gemv(experts, y_rows, describe_rows(rows), tuning_in_use());
     dispatch<ExpertParams, 4>(plan, {bind(packed), bind(rows), bind(numbers), bind(y)}, rows, y);
     return y;
   }

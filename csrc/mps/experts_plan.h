@@ -42,14 +42,15 @@ constexpr bool takes_expert_gemv(int64_t rows, int64_t experts) {
 }
 
 // All rows' outputs share the GPU, so they count together in the choice of the kernel.
-inline Plan<ExpertParams> plan_expert_gemv(const Experts& experts, const ExpertRows& y, const Rows& x) {
+inline Plan<ExpertParams> plan_expert_gemv(const Experts& experts, const ExpertRows& y, const Rows& x,
+                                           const Tuning& tuning) {
   const char* op = "expert_linear";
   const Weight w = with_alignment_of_all(experts);
   check_experts_range(op, experts, y);
   check_range(op, "N", w.N, max_gemv_N, w);
   check_range(op, "K", w.K, max_uint32, w);
   check_range(op, "bytes from row to row", int64_t(w.row_bytes), max_gemv_row_bytes, w);
-  const int variant = is_aligned(w) ? choose_gemv(w.N * y.rows, w.K, x.dtype == float32 ? 4 : 2) : plain_gemv;
+  const int variant = choose_variant(w, w.N * y.rows, x.dtype, tuning);
   const GemvShape shape = gemv_shapes[variant];
   return {{expert_gemv, w.format, x.dtype, variant},
           expert_params(linear_params(w, x, no_bias), experts, y),

@@ -21,7 +21,13 @@ constexpr GemvShape gemv_shapes[] = {
     QGEMV_GEMV_SHAPES(QGEMV_SHAPE, ) QGEMV_PLAIN_GEMV_SHAPE(QGEMV_SHAPE, )
 #undef QGEMV_SHAPE
 };
+constexpr const char* gemv_names[] = {
+#define QGEMV_SHAPE_NAME(none, rows, simdgroups, splits) "r" #rows "_s" #simdgroups "_k" #splits,
+    QGEMV_GEMV_SHAPES(QGEMV_SHAPE_NAME, ) "plain"
+#undef QGEMV_SHAPE_NAME
+};
 constexpr int gemv_variants = int(std::size(gemv_shapes));
+static_assert(std::size(gemv_names) == gemv_variants);
 constexpr int plain_gemv = gemv_variants - 1;
 
 constexpr int gemv_variant(GemvShape shape) {
@@ -34,28 +40,28 @@ constexpr int gemv_variant(GemvShape shape) {
 // wrong guess costs little: next to a limit both kernels are about as good.
 constexpr uint32_t assumed_cores = 16;
 
-// By N, K, the bytes of a number of x and the GPU's cores. The format makes no difference.
+// By N, K, the GPU's cores, and the format: by how many rows fit its registers (GemvRows). A table that was measured on
+// the user's GPU may say otherwise: tuning.h.
 //
 //   N from, a core   rows  splits  SIMD-groups a core   why
-//   512              8     1       64 and more          fewest operations: wide lanes, 0.27 cycles a weight less
-//   96               8     2       24 and more          more SIMD-groups, which hide the memory's latency
-//   0                8     4       up to 48             the same
+//   96               8     2       24 and more          fewest operations of those that keep up with the memory
+//   0                8     4       up to 48             more SIMD-groups, which hide the memory's latency
+//   any              4     2                            for formats whose 8 rows would not fit
 //
 // K has to be worth that: below 2048 a kernel of 4 rows without splits, below 4096 no more than two.
 //
-// Evidence: the cost table, where 8 rows instead of 4 save 0.01 (IQ4_XS) to 0.14 cycles per weight, as the sum of x
-// serves twice as many outputs; and an NVIDIA H200 (132 cores), whose times say nothing of Apple's but show latency.
-// There, in percent of a pure read for Q4_K, the kernels 8/1, 8/2, 8/4 and 4/1 (rows/splits) reached
-//   K x N            8/1    8/2    8/4    4/1
-//   4096 x 4096      48.3   60.9   69.4   52.2
-//   14336 x 4096     40.9   54.4   65.8   44.4
-//   4096 x 14336     50.3   60.0   57.2   55.3
-//   8192 x 28672     60.9   67.2   66.0   64.9
-// 8/1 suffers there from its 168 registers a lane. With float32 x it would take still more, so such x never gets it.
-// No time has been measured on an Apple GPU.
-constexpr int choose_gemv(int64_t N, int64_t K, uint32_t x_bytes, uint32_t cores = assumed_cores) {
+// Evidence: an NVIDIA H200 (132 cores), with the 128 registers a lane that Apple's GPUs have. Its times say nothing of
+// Apple's but show latency. There, in percent of a pure read for half x, the kernels (rows/splits) reached
+//   K x N            Q4_K 8/1  8/2   8/4   4/1   4/2     Q6_K 8/2   8/4   4/1   4/2
+//   4096 x 4096      43.5      62.6  70.0  54.1  68.1         26.2  21.5  44.9  53.1
+//   14336 x 4096     33.9      54.0  65.4  44.3  63.1         25.2  23.0  40.1  48.8
+//   4096 x 14336     55.1      61.9  59.0  57.1  61.6         21.7  20.6  49.2  49.0
+//   8192 x 28672     55.0      67.0  65.9  65.4  66.6         22.2  22.2  49.5  50.9
+// 8/1 has wide lanes, the fewest operations of all (0.27 cycles a weight less by the cost table), but waits longest: no
+// plan chooses it, only a table. No time has been measured on an Apple GPU.
+constexpr int choose_gemv(uint32_t most_rows, int64_t N, int64_t K, uint32_t cores = assumed_cores) {
   if (K < 2048) return gemv_variant({4, 2, 1});
-  if (N >= 512 * int64_t(cores) && x_bytes == 2) return gemv_variant({8, 2, 1});
+  if (most_rows < 8) return gemv_variant({4, 2, 2});
   if (N >= 96 * int64_t(cores) || K < 4096) return gemv_variant({8, 2, 2});
   return gemv_variant({8, 4, 4});
 }

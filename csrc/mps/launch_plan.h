@@ -8,6 +8,7 @@
 #include <string>
 
 #include "gemv_plan.h"
+#include "tuning.h"
 
 namespace qgemv::mps {
 
@@ -57,10 +58,10 @@ constexpr Source source_of(Family family) { return family_sources[family]; }
 struct Format {
   const char* name;
   int64_t id;
-  uint32_t block_size, type_size, alignment;
+  uint32_t block_size, type_size, alignment, gemv_rows;
 };
 constexpr Format formats[] = {
-#define QGEMV_FORMAT(F) {#F, F::id, F::block_size, sizeof(F::Block), Alignment<F>::bytes},
+#define QGEMV_FORMAT(F) {#F, F::id, F::block_size, sizeof(F::Block), Alignment<F>::bytes, GemvRows<F>::most},
     QGEMV_FORMATS(QGEMV_FORMAT)
 #undef QGEMV_FORMAT
 };
@@ -73,23 +74,35 @@ constexpr int format_index(int64_t id) {
   return index;
 }
 
+// SIMD-groups of the rows kernels, in the order of the kernels' names. The plain one is the last.
+constexpr uint32_t rows_shapes[] = {
+#define QGEMV_SIMDGROUPS(none, simdgroups) simdgroups,
+    QGEMV_ROWS_SHAPES(QGEMV_SIMDGROUPS, ) QGEMV_PLAIN_ROWS_SHAPE(QGEMV_SIMDGROUPS, )
+#undef QGEMV_SIMDGROUPS
+};
+
 // A kernel's variants: the usual ones, and behind them the plain one for weights that aren't aligned.
 constexpr bool is_gemv(Family family) { return family == gemv || family == expert_gemv; }
-constexpr int variant_count(Family family) { return is_gemv(family) ? gemv_variants : family == routes ? 1 : 2; }
+constexpr bool is_rows(Family family) { return family == rows2 || family == rows3 || family == rows4; }
+constexpr int variant_count(Family family) {
+  return is_gemv(family) ? gemv_variants : is_rows(family) ? int(std::size(rows_shapes)) : family == routes ? 1 : 2;
+}
 constexpr int plain_variant(Family family) { return variant_count(family) - 1; }
 
 constexpr const char* kernel_names[] = {
 #define QGEMV_SHAPE_NAME(family, F, T, rows, simdgroups, splits) \
   #family "_" #F "_" #T "_r" #rows "_s" #simdgroups "_k" #splits,
 #define QGEMV_GEMV_NAMES(family, F, T) QGEMV_GEMV_SHAPES(QGEMV_SHAPE_NAME, family, F, T) #family "_" #F "_" #T "_plain",
+#define QGEMV_ROWS_NAME(family, F, T, simdgroups) #family "_" #F "_" #T "_s" #simdgroups,
+#define QGEMV_ROWS_NAMES(family, F, T) QGEMV_ROWS_SHAPES(QGEMV_ROWS_NAME, family, F, T) #family "_" #F "_" #T "_plain",
 #define QGEMV_ONE_NAME(family, F, T) #family "_" #F "_" #T,
 #define QGEMV_TWO_NAMES(family, F, T) #family "_" #F "_" #T, #family "_" #F "_" #T "_plain",
 #define QGEMV_GEMV(F) QGEMV_EACH_TYPE(QGEMV_GEMV_NAMES, gemv, F)
 #define QGEMV_DEQUANTIZE(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, dequantize, F)
 #define QGEMV_EMBEDDING(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, embedding, F)
-#define QGEMV_ROWS2(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows2, F)
-#define QGEMV_ROWS3(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows3, F)
-#define QGEMV_ROWS4(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, rows4, F)
+#define QGEMV_ROWS2(F) QGEMV_EACH_TYPE(QGEMV_ROWS_NAMES, rows2, F)
+#define QGEMV_ROWS3(F) QGEMV_EACH_TYPE(QGEMV_ROWS_NAMES, rows3, F)
+#define QGEMV_ROWS4(F) QGEMV_EACH_TYPE(QGEMV_ROWS_NAMES, rows4, F)
 #define QGEMV_TILES(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, tiles, F)
 #define QGEMV_MATMUL32(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, matmul32, F)
 #define QGEMV_MATMUL64(F) QGEMV_EACH_TYPE(QGEMV_TWO_NAMES, matmul64, F)
@@ -121,9 +134,10 @@ constexpr const char* kernel_names[] = {
 #undef QGEMV_EMBEDDING
 #undef QGEMV_DEQUANTIZE
 #undef QGEMV_GEMV
-#undef QGEMV_EMBEDDING_NAMES
-#undef QGEMV_DEQUANTIZE_NAMES
+#undef QGEMV_TWO_NAMES
 #undef QGEMV_ONE_NAME
+#undef QGEMV_ROWS_NAMES
+#undef QGEMV_ROWS_NAME
 #undef QGEMV_GEMV_NAMES
 #undef QGEMV_SHAPE_NAME
 };
@@ -151,7 +165,8 @@ struct Kernel {
   constexpr const char* name() const { return kernel_names[index()]; }
   // Of its largest threadgroup.
   constexpr uint64_t threads() const {
-    return is_gemv(family) ? gemv_shapes[variant].threads() : max_threads_per_group;
+    if (is_gemv(family)) return gemv_shapes[variant].threads();
+    return is_rows(family) ? rows_shapes[variant] * simd_width : max_threads_per_group;
   }
 };
 
@@ -184,12 +199,21 @@ inline void check_range(const char* op, const char* what, int64_t size, uint64_t
 constexpr uint64_t max_uint32 = 0xffffffff;
 // Metal counts threads in 32 bits: by the kernels that make large N, 8 to an output.
 constexpr uint64_t max_gemv_N = max_uint32 / 8 / 8 * 8;
-// Within the rows of a SIMD-group offsets have 32 bits.
+// Within the rows of a SIMD-group of the gemv kernels, of a lane of the rows kernels, offsets have 32 bits.
 constexpr uint64_t max_gemv_row_bytes = max_uint32 / 8;
 
 constexpr bool is_aligned(const Weight& w) {
   const uint32_t alignment = formats[w.format].alignment;
   return w.offset % alignment == 0 && w.row_bytes % alignment == 0;
+}
+
+// The gemv kernel for N outputs of such a weight, all those that one launch makes: the plain one where it isn't
+// aligned, else the one that a table names, else the one of the rule. All plans of gemv kernels choose by this.
+inline int choose_variant(const Weight& w, int64_t N, Dtype dtype, const Tuning& tuning,
+                          uint32_t cores = assumed_cores) {
+  if (!is_aligned(w)) return plain_gemv;
+  const int built_in = choose_gemv(formats[w.format].gemv_rows, N, w.K, cores);
+  return tuning.find(w.format, dtype, N, w.K).value_or(built_in);
 }
 
 // Rows of x of the gemv kernels, each of which reads the weight again.
@@ -201,15 +225,13 @@ constexpr bool x_is_aligned(uint64_t offset, uint64_t row_bytes) {
   return offset % x_alignment == 0 && row_bytes % x_alignment == 0;
 }
 
-// M rows of x, x_stride elements apart.
+// M rows of x, x_stride elements apart, by a kernel that choose_variant() gives, or another one where w is aligned.
 inline Plan<LinearParams> plan_gemv(const Weight& w, int64_t M, int64_t x_stride, Dtype dtype, uint32_t bias_type,
-                                    uint32_t cores = assumed_cores) {
+                                    int variant) {
   check_range("linear", "M", M, max_gemv_M, w);
   check_range("linear", "N", w.N, max_gemv_N, w);
   check_range("linear", "K", w.K, max_uint32, w);
   check_range("linear", "bytes from row to row", int64_t(w.row_bytes), max_gemv_row_bytes, w);
-  const uint32_t x_bytes = dtype == float32 ? 4 : 2;
-  const int variant = is_aligned(w) ? choose_gemv(w.N, w.K, x_bytes, cores) : plain_gemv;
   const GemvShape shape = gemv_shapes[variant];
   const uint64_t groups = (uint64_t(w.N) + shape.outputs() - 1) / shape.outputs();
   return {{gemv, w.format, dtype, variant},

@@ -8,6 +8,7 @@
 #include "dispatch.h"
 #include "pipelines.h"
 #include "tensors.h"
+#include "tuning_in_use.h"
 
 namespace qgemv::mps {
 namespace {
@@ -43,7 +44,7 @@ at::Tensor linear_mps(const at::Tensor& x, const at::Tensor& weight, int64_t qua
   const at::Tensor rows = aligned_rows(x, w.K);
   const Bias b(bias);
   const bool lane_order_known = needs_lane_order(rows.size(0)) && lane_order_is_known();
-  const auto plan = plan_linear(w, describe_rows(rows), b.type, lane_order_known);
+  const auto plan = plan_linear(w, describe_rows(rows), b.type, lane_order_known, tuning_in_use());
   dispatch_product(plan, packed, rows, b, y);
   return y;
 }
@@ -70,8 +71,8 @@ void dispatch_fused(const at::Tensor& row, const Product* products, size_t count
     if (product.bias.type != no_bias) buffers[fused_weights + 1 + i] = bind(product.bias.tensor);
     buffers[2 * fused_weights + 1 + i] = bind(product.y);
   }
-  dispatch<FusedParams, buffers.size()>(plan_fused(weights, describe_rows(row), bias_types), buffers, row,
-                                        products[0].y);
+  const auto plan = plan_fused(weights, describe_rows(row), bias_types, tuning_in_use());
+  dispatch<FusedParams, buffers.size()>(plan, buffers, row, products[0].y);
 }
 
 // In as few launches as there can be for one row of x; several rows have one for each weight.
@@ -97,7 +98,8 @@ std::vector<at::Tensor> fused_linear_mps(const at::Tensor& x, at::TensorList wei
     if (count > 1) {
       dispatch_fused(row, &product, count);
     } else {
-      const auto plan = plan_linear(product.weight, describe_rows(row), product.bias.type, /*lane_order_known=*/false);
+      const auto plan = plan_linear(product.weight, describe_rows(row), product.bias.type, /*lane_order_known=*/false,
+                                    tuning_in_use());
       dispatch_product(plan, product.packed, row, product.bias, product.y);
     }
   }

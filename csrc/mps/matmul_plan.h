@@ -28,6 +28,23 @@ inline Plan<LinearParams> plan_one_row_of_groups(Family family, const Weight& w,
           {threads, 1}};
 }
 
+// Which of the rows kernels. Eight SIMD-groups that share a threadgroup's outputs hide more of the memory's latency
+// than four, but each adds up its own sums, so K has to be long and N short: on an NVIDIA H200, Q4_K with half x, at M
+// = 4, eight took 0.94 and 0.88 of four's time at N = 4096 (31 a core), and 1.13 and 1.07 at N = 14336 and 28672.
+constexpr int choose_rows(int64_t N, int64_t K, uint32_t cores) { return K >= 4096 && N < 64 * int64_t(cores) ? 0 : 1; }
+static_assert(rows_shapes[0] == 8 && rows_shapes[1] == 4);
+
+// M rows of x, 2 to max_rows.
+inline Plan<LinearParams> plan_rows(const Weight& w, const Rows& x, uint32_t bias_type, uint32_t cores) {
+  constexpr Family families[] = {rows2, rows3, rows4};
+  const Family family = families[x.M - 2];
+  check_range("linear", "bytes from row to row", int64_t(w.row_bytes), max_gemv_row_bytes, w);
+  const int variant = is_aligned(w) ? choose_rows(w.N, w.K, cores) : plain_variant(family);
+  Plan<LinearParams> plan = plan_one_row_of_groups(family, w, x, bias_type, 4 * rows_outputs, rows_shapes[variant]);
+  plan.kernel.variant = variant;
+  return plan;
+}
+
 // Tiles of y: `rows` of M by matmul_outputs of `columns`. Neighbouring threadgroups have the same columns, so that they
 // read the same weights.
 inline Plan<LinearParams> plan_tiles_of_y(const char* op, Family family, uint64_t rows, int64_t columns,
@@ -48,13 +65,10 @@ inline Plan<LinearParams> plan_tiles_of_y(const char* op, Family family, uint64_
 // another product instead, 8 bytes a weight would be written and read, which at 200 GB/s is the time of 140 rows of
 // multiply-adds at 7 TFLOP/s. No Mac has measured either.
 inline Plan<LinearParams> plan_linear(const Weight& w, const Rows& x, uint32_t bias_type, bool lane_order_known,
-                                      uint32_t cores = assumed_cores) {
-  if (x.M <= 1) return plan_gemv(w, x.M, x.x_stride, x.dtype, bias_type, cores);
-  if (x.M <= max_rows) {
-    constexpr Family families[] = {rows2, rows3, rows4};
-    const uint64_t outputs = rows_outputs * (rows_simdgroups / rows_splits(uint32_t(x.M)));
-    return plan_one_row_of_groups(families[x.M - 2], w, x, bias_type, outputs, rows_simdgroups);
-  }
+                                      const Tuning& tuning, uint32_t cores = assumed_cores) {
+  if (x.M <= 1)
+    return plan_gemv(w, x.M, x.x_stride, x.dtype, bias_type, choose_variant(w, w.N, x.dtype, tuning, cores));
+  if (x.M <= max_rows) return plan_rows(w, x, bias_type, cores);
   if (x.M <= max_tiles_rows && lane_order_known) {
     return plan_one_row_of_groups(tiles, w, x, bias_type, tiles_outputs * tiles_simdgroups, tiles_simdgroups);
   }

@@ -40,7 +40,8 @@ def several_rows(quant_type: str) -> str:
 FUSED = "test_fused_linear.py::test_{}"
 ROWS, TILES, MATMUL = "metal/rows.h", "metal/tiles.h", "metal/matmul.h"
 LOOP = "for (uint step = 0; step < side.steps; ++step) {"
-FIRST_BARRIER = f"{LOOP}\n    threadgroup_barrier(mem_flags::mem_threadgroup);"
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+FIRST_BARRIER = f"{LOOP}\n    {BARRIER}"
 FLOAT = several_rows("Q4_0").replace("half", "float")
 LONG_SUMS = "test_mps_matmul.py::test_sums_over_long_rows[mps-sim-Q8_0-4096]"
 
@@ -89,8 +90,9 @@ FAULTS = [
     Fault("every lane stores", GEMV, "lane < rows && first + lane < p.N", "first + lane < p.N", every_shape("Q4_0")),
     Fault("wrong bias index", GEMV, "row.term(first + lane)", "row.term(lane)", every_shape("Q4_0")),
     Fault("rows: x stride dropped", ROWS, "x + m * p.x_stride", "x", several_rows("Q4_0")),
-    Fault("rows: a sum of the wrong row", ROWS, "simd_sum(total[r][m])", "simd_sum(total[r][0])", several_rows("Q4_0")),
-    Fault("rows: no clamp of the tail's loads", ROWS, "min(first + r, p.N - 1)", "(first + r)", several_rows("Q4_0")),
+    Fault("rows: lanes not added", ROWS, "sum += simd_shuffle_xor(sum, 4);", "", several_rows("Q4_0")),
+    Fault("rows: no barrier before the sums", ROWS, BARRIER, "", several_rows("Q4_0")),
+    Fault("rows: no clamp of the tail's loads", ROWS, "min(r, last - first)", "r", several_rows("Q4_0")),
     Fault("tiles: no clamp of x", "metal/bias.h", "min(m, count - 1)", "m", several_rows("Q4_0")),
     Fault("tiles: x behind the end of K", TILES, "there ? v[k] : 0.0f", "v[k]", several_rows("Q4_0")),
     Fault("tiles: products lost", TILES, "if (i % 2 == 1) take_products();", "", BY_ROWS.format(8)),

@@ -31,7 +31,7 @@ WEIGHTS_OF_ONE_PASS = {
         "typename F, typename S, typename T, uint rows, uint simdgroups, uint splits",
         "rows * F::block_size / GemvLane<F, S, T, rows, splits>::lanes",
     ),
-    "rows": ("typename F, typename S, typename T, int M", "rows_outputs * piece_size"),
+    "rows": ("typename F, typename S, typename T, int M, uint simdgroups", "rows_outputs * piece_size"),
     "matmul": ("typename Side, typename T, int R", "matmul_outputs * piece_size / (2 * R)"),
     "transposed": ("typename Side, typename T, int R", "matmul_outputs * piece_size / (2 * R)"),
     "tiles": ("typename F, typename S, typename T", "tiles_outputs / 8 * 2 * piece_size"),

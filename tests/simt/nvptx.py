@@ -28,6 +28,7 @@ FLAGS = [
     *("-Wno-user-defined-literals", "-Wno-reserved-user-defined-literal", "-Wno-deprecated-literal-operator"),
     *("-I", str(HERE / "msl"), "-I", str(MSL), "-include", "metal_stdlib.h"),
 ]
+REGISTERS = 128  # of a lane of an Apple GPU, 32 bits each
 
 
 def ptxas() -> str:
@@ -78,7 +79,18 @@ def compile_ptx(preprocessed: str, kernels: set[str], arch: str) -> str:
 
 
 def assemble(ptx: str, arch: str, cubin: Path) -> dict[str, dict[str, int]]:
-    """Writes the cubin. Returns {kernel: {"registers", "stack_bytes", "shared_bytes"}}, as ptxas reports them."""
+    """Writes the cubin. Returns {kernel: {"registers", "stack_bytes", "shared_bytes"}}, as ptxas reports them.
+
+    A kernel that would take more registers than a lane of an Apple GPU has is made with those.
+    """
+    found = _assemble(ptx, arch, cubin)
+    if greedy := [kernel for kernel, use in found.items() if use["registers"] > REGISTERS]:
+        entry = rf"(\.entry (?:{'|'.join(greedy)})\([^)]*\))"
+        found = _assemble(re.sub(entry, rf"\1 .maxnreg {REGISTERS}", ptx), arch, cubin)
+    return found
+
+
+def _assemble(ptx: str, arch: str, cubin: Path) -> dict[str, dict[str, int]]:
     command = [ptxas(), f"-arch={arch}", "-O3", "-v", "-o", str(cubin), "/dev/stdin"]
     done = subprocess.run(command, input=ptx, capture_output=True, text=True)
     if done.returncode:

@@ -46,7 +46,7 @@ Weight weight_of(const Product& p) {
 Plan<LinearParams> plan_product(const Product& p) {
   constexpr uint32_t cores = 132;
   const Rows x{p.M, p.K, Dtype(p.dtype)};
-  auto plan = plan_linear(weight_of(p), x, p.bias ? float_bias : no_bias, /*lane_order_known=*/true, cores);
+  auto plan = plan_linear(weight_of(p), x, p.bias ? float_bias : no_bias, /*lane_order_known=*/true, Tuning(), cores);
   if (p.variant >= 0) {
     const GemvShape shape = gemv_shapes[p.variant];
     plan.kernel.variant = int(p.variant);

@@ -22,7 +22,7 @@ import gguf
 import torch
 from tqdm import tqdm
 
-from .. import ops
+from .. import ops, tuning
 from . import report, roofline
 from .devices import DEVICES, check_device, chip_name, is_simulated
 from .ggml import Ggml
@@ -35,7 +35,7 @@ SQUARE = (4096, 4096)  # K, N
 MODEL_SHAPES = ((4096, 12288), (12288, 4096), (4096, 8192), (4096, 1024), (4096, 32), (4096, 248320))
 NAMED_SHAPES = {"qwen3.5-9b": (MODEL_SHAPES[0], MODEL_SHAPES[1], MODEL_SHAPES[2], SQUARE, *MODEL_SHAPES[3:])}
 TOKENS = (1, 2, 4, 8, 32, 128, 512)
-SETTINGS = ("device", "dtype", "layout", "threads", "seconds", "huge_pages")
+SETTINGS = ("device", "dtype", "layout", "threads", "seconds", "huge_pages", "tuning")
 BUSY_LOAD = 0.5  # load average before the run from which other work disturbs it
 NOISY = 1.3  # median / minimum from which a case is marked
 
@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument(
         "--baseline", choices=("published",), help="the published mapping for Q4_K and one row of x as a peer (mps)"
+    )
+    parser.add_argument(
+        "--tuning",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="kernels by the file that `tune` has written for this GPU, or by FILE (mps)",
     )
     parser.add_argument("--threads", type=_count, default=1, help="for every contestant (default: 1)")
     parser.add_argument("--isa", help="instruction set of torch_qgemv (default: the best one here)")
@@ -94,11 +101,14 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit("a simulated device has no times to draw")
     if args.baseline and args.device != "mps":
         raise SystemExit(f"--baseline {args.baseline} is a Metal kernel: it needs --device mps")
+    if args.tuning is not None and args.device != "mps":
+        raise SystemExit("--tuning is a choice of Metal kernels: it needs --device mps")
     args.dtype = args.dtype or DEVICES[args.device].dtype
     isas = torch.ops.torch_qgemv._cpu_isas()
     if args.isa and args.isa not in isas:
         raise SystemExit(f"--isa {args.isa}: only {', '.join(isas)} can run here")
     cases = list_cases(args.types, args.shapes, args.m)
+    args.tuning = None if args.tuning is None else load_table(args.tuning)
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -106,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
             result = Bench(args, args.isa or isas[0], dry).run(cases)
     finally:
         torch.set_num_threads(threads)
+        if args.tuning:
+            tuning.unload_tuning()
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.chart:
@@ -113,6 +125,15 @@ def run(args: argparse.Namespace) -> int:
     if args.roofline:
         roofline.draw(result, args.roofline)
     return 0
+
+
+def load_table(file: str) -> dict:
+    """Puts a table of kernels in use; "" is the one that `tune` has written for this GPU."""
+    path = Path(file) if file else tuning.default_path()
+    try:
+        return {"file": str(path), "entries": tuning.load_tuning(path)}
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--tuning: {error}") from None
 
 
 def list_cases(types, shapes, tokens) -> dict[tuple[gguf.GGMLQuantizationType, int, int], tuple[int, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..tuning import gpu_name
 from .measure import Clock, MpsClock, WallClock
 
 SIMULATED = "simulated Metal device"  # torch.backends.mps.get_name() of tests/metal_sim
@@ -42,9 +43,7 @@ def check_device(name: str) -> None:
 
 def chip_name(name: str) -> str | None:
     """The GPU's name; None for the CPU."""
-    if name == "cpu":
-        return None
-    return getattr(torch.backends.mps, "get_name", lambda: "unknown")()  # torch 2.10 may have none
+    return None if name == "cpu" else gpu_name()
 
 
 def is_simulated(name: str) -> bool:

@@ -34,6 +34,8 @@ def heading(result: dict) -> str:
         f"weights; weights rotate over {settings['rotate_bytes'] / MB:.0f} MB each, "
         f"{'huge' if settings['huge_pages'] else 'small'} pages asked for",
     ]
+    if table := settings["tuning"]:
+        lines.append(f"kernels for one row of x by {table['file']}, entries: {table['entries']}")
     for name, peer in result["peers"].items():
         features = " ".join(f"{key}={value}" if value != "1" else key for key, value in peer["features"].items())
         lines.append(f"{name} {peer['version']}, commit {peer['commit']}: {features}")
