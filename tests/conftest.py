@@ -5,11 +5,13 @@ Without it: the CPU and a GPU, which is Apple's where there is one, elsewhere th
 if it can be built; in CI it must be.
 """
 
+import functools
 import os
 import runpy
 from pathlib import Path
 
 import metal_sim
+import plans
 import pytest
 import torch
 
@@ -67,6 +69,18 @@ def simulator():
         pytest.skip(PROBLEM)
     load_launcher()
     return metal_sim
+
+
+@pytest.fixture(scope="session")
+def plan_library(tmp_path_factory):
+    """The launch plan as a library (plans.SOURCE)."""
+    return plans.launch_plan(tmp_path_factory.mktemp("launch_plan"))
+
+
+@pytest.fixture
+def plan(plan_library):
+    """plan(family, quant_type, N, K, ...): a launch; see plans.plan_launch."""
+    return functools.partial(plans.plan_launch, plan_library)
 
 
 def use_device(name, request) -> str:

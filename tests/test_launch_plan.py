@@ -1,172 +1,28 @@
 """csrc/mps/launch_plan.h, compiled by itself: which kernel, which arguments, which grid; and the embedded sources."""
 
-import ctypes
-import importlib.util
 import os
 import random
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from faults.kernels import gemv_variants
-from formats import TYPES, block_size, type_size
-from plans import compile_plan
+from formats import TYPES, type_size
+from plans import FAMILIES, load_embed
 
 ROOT = Path(__file__).parent.parent
 NAMES = {t.name: t for t in TYPES}
-SOURCE = r"""
-#include "experts_plan.h"
-#include "metal_sources.inc"
-#include <cstring>
-using namespace qgemv::mps;
-
-struct Result {
-  char error[256], kernel[64];
-  uint64_t grid[2], threadgroup[2], size;
-  unsigned char params[64];
-};
-
-template <typename P>
-void fill(Result* r, const Plan<P>& plan) {
-  strcpy(r->kernel, plan.kernel.name());
-  r->grid[0] = plan.grid.x, r->grid[1] = plan.grid.y;
-  r->threadgroup[0] = plan.threadgroup.x, r->threadgroup[1] = plan.threadgroup.y;
-  r->size = sizeof(P);
-  memcpy(r->params, &plan.params, sizeof(P));
-}
-
-Tuning tuning;
-
-struct Arguments {
-  int64_t family, quant_type, N, K, offset, row_bytes, count, x_stride, dtype, extra;
-};
-
-enum { linear = 100, linear_of_unknown_lanes, linear_transposed };
-
-extern "C" void plan(const Arguments* a, Result* r) {
-  const Weight w{format_index(a->quant_type), a->N, a->K, uint64_t(a->offset), uint64_t(a->row_bytes)};
-  const Dtype dtype = Dtype(a->dtype);
-  try {
-    const Rows x{a->count, a->x_stride, dtype};
-    const int variant = choose_variant(w, w.N, dtype, tuning);
-    if (a->family == gemv) fill(r, plan_gemv(w, a->count, a->x_stride, dtype, uint32_t(a->extra), variant));
-    if (a->family == linear) fill(r, plan_linear(w, x, uint32_t(a->extra), true, tuning));
-    if (a->family == linear_of_unknown_lanes) fill(r, plan_linear(w, x, uint32_t(a->extra), false, tuning));
-    if (a->family == expert_gemv) fill(r, plan_expert_gemv({w, a->extra, 0}, {a->count, 1, 8}, x, tuning));
-    if (a->family == linear_transposed) fill(r, plan_transposed(w, x));
-    if (a->family == dequantize) fill(r, plan_dequantize(w, dtype));
-    if (a->family == embedding) fill(r, plan_embedding(w, a->count, uint32_t(a->extra), dtype));
-  } catch (const std::length_error& e) {
-    strncpy(r->error, e.what(), sizeof r->error - 1);
-  }
-}
-extern "C" const char* source(int i) {
-  const char* const sources[] = {gemv_metal,   dequantize_metal, rows_metal,        tiles_metal,
-                                 matmul_metal, transposed_metal, expert_gemv_metal, experts_metal};
-  return i < source_count ? sources[i] : nullptr;
-}
-extern "C" const char* name(int i) { return i < kernel_count ? kernel_names[i] : nullptr; }
-extern "C" int needs_order(int64_t M) { return needs_lane_order(M); }
-extern "C" int64_t columns(int64_t N) { return grad_y_columns(N); }
-extern "C" int wanted(uint32_t most_rows, int64_t N, int64_t K, uint32_t cores) {
-  return choose_gemv(most_rows, N, K, cores);
-}
-extern "C" int tune(int64_t quant_type, int dtype, int64_t N, int64_t K, int variant) {
-  return tuning.add(format_index(quant_type), dtype, N, K, variant);
-}
-extern "C" int tuned(int64_t quant_type, int dtype, int64_t N, int64_t K) {
-  return tuning.find(format_index(quant_type), dtype, N, K).value_or(-1);
-}
-extern "C" void forget() { tuning = {}; }
-extern "C" const char* shape_name(int i) { return i < gemv_variants ? gemv_names[i] : nullptr; }
-extern "C" const uint32_t* shape(int i) { return i < gemv_variants ? &gemv_shapes[i].rows : nullptr; }
-extern "C" int aligned(uint64_t offset, uint64_t row_bytes) { return x_is_aligned(offset, row_bytes); }
-"""
-
-
-FAMILIES = [
-    "gemv",
-    "dequantize",
-    "embedding",
-    "rows2",
-    "rows3",
-    "rows4",
-    "tiles",
-    "matmul32",
-    "matmul64",
-    "transposed32",
-    "transposed64",
-    "expert_gemv",
-    "routes",
-    "expert_tiles",
-    "expert_matmul",
-    "expert_transposed",
-]
 SOURCES = ("gemv", "dequantize", "rows", "tiles", "matmul", "transposed", "expert_gemv", "experts")
-OPERATORS = ("linear", "linear of unknown lanes", "linear_transposed")
-
-
-class Result(ctypes.Structure):
-    _fields_ = [
-        ("error", ctypes.c_char * 256),
-        ("kernel", ctypes.c_char * 64),
-        ("grid", ctypes.c_uint64 * 2),
-        ("threadgroup", ctypes.c_uint64 * 2),
-        ("size", ctypes.c_uint64),
-        ("params", ctypes.c_ubyte * 64),
-    ]
-
-
-@pytest.fixture(scope="module")
-def embed():
-    spec = importlib.util.spec_from_file_location("embed", ROOT / "metal/embed.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory, embed):
-    folder = tmp_path_factory.mktemp("launch_plan")
-    embed.write(folder / "metal_sources.inc")
-    library = compile_plan(SOURCE, folder)
-    library.name.restype = library.source.restype = library.shape_name.restype = ctypes.c_char_p
-    library.columns.restype = ctypes.c_int64
-    library.columns.argtypes = library.needs_order.argtypes = [ctypes.c_int64]
-    library.shape.restype = ctypes.POINTER(ctypes.c_uint32)
-    library.tune.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    library.tuned.argtypes = library.tune.argtypes[:4]
-    library.wanted.argtypes = [ctypes.c_uint32, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
-    library.aligned.argtypes = [ctypes.c_uint64] * 2
-    return library
 
 
 @pytest.fixture
-def plan(library):
-    def plan(family, quant_type, N, K, *, offset=0, row_bytes=None, count=1, x_stride=0, dtype=1, extra=0):
-        row_bytes = K // block_size(quant_type) * type_size(quant_type) if row_bytes is None else row_bytes
-        family = FAMILIES.index(family) if family in FAMILIES else 100 + OPERATORS.index(family)
-        arguments = (ctypes.c_int64 * 10)(
-            family, int(quant_type), N, K, offset, row_bytes, count, x_stride, dtype, extra
-        )
-        result = Result()
-        library.plan(arguments, ctypes.byref(result))
-        if result.error:
-            raise OverflowError(result.error.decode())
-        return SimpleNamespace(
-            kernel=result.kernel.decode(),
-            grid=tuple(result.grid),
-            threadgroup=tuple(result.threadgroup),
-            params=bytes(result.params[: result.size]),
-        )
-
-    return plan
+def embed():
+    return load_embed()
 
 
-def test_names(library):
+def test_names(plan_library):
     names = []
-    while name := library.name(len(names)):
+    while name := plan_library.name(len(names)):
         names.append(name.decode())
     dtypes = ("float", "half", "bfloat")
     shapes = [variant.suffix for variant in gemv_variants()]
@@ -231,12 +87,12 @@ def test_gemv_grid(plan, N, K, M):
             assert (groups - 1) * variant.outputs < N <= groups * variant.outputs
 
 
-def test_gemv_shapes(library):
+def test_gemv_shapes(plan_library):
     for i, variant in enumerate(gemv_variants()):
-        assert library.shape(i)[:3] == [variant.rows, variant.simdgroups, variant.splits]
-        assert library.shape_name(i).decode() == variant.suffix
+        assert plan_library.shape(i)[:3] == [variant.rows, variant.simdgroups, variant.splits]
+        assert plan_library.shape_name(i).decode() == variant.suffix
         assert variant.simdgroups % variant.splits == 0 and variant.threads <= 1024
-    assert not library.shape(len(gemv_variants()))
+    assert not plan_library.shape(len(gemv_variants()))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +108,7 @@ def test_gemv_shapes(library):
         (1, 1024, "r4_s2_k1", "r4_s2_k1"),
     ],
 )
-def test_the_gemv_kernel_for_a_shape(library, plan, N, K, usual, few):
+def test_the_gemv_kernel_for_a_shape(plan_library, plan, N, K, usual, few):
     """For a GPU of 16 cores; the limits of N go with the cores, those of K don't."""
     for dtype in range(3):
         for quant_type in TYPES:
@@ -261,7 +117,7 @@ def test_the_gemv_kernel_for_a_shape(library, plan, N, K, usual, few):
             assert plan("gemv", NAMES["Q4_0"], N, K, dtype=dtype).kernel.endswith(usual)
     for most_rows, wanted in ((8, usual), (4, few)):
         for cores in (1, 8, 32, 80):
-            variant = gemv_variants()[library.wanted(most_rows, -(-N * cores // 16), K, cores)].suffix
+            variant = gemv_variants()[plan_library.wanted(most_rows, -(-N * cores // 16), K, cores)].suffix
             assert variant == wanted or N * cores % 16, (cores, variant)
 
 
@@ -269,11 +125,11 @@ def test_the_gemv_kernel_for_a_shape(library, plan, N, K, usual, few):
 
 
 @pytest.fixture
-def tune(library):
+def tune(plan_library):
     """Adds an entry to the table; an empty one at first, and again behind the test."""
-    library.forget()
-    yield library.tune
-    library.forget()
+    plan_library.forget()
+    yield plan_library.tune
+    plan_library.forget()
 
 
 def test_a_table_names_the_kernel_of_its_class_alone(plan, tune):
@@ -298,7 +154,7 @@ def test_rows_by_experts_count_together(plan, tune):
     assert kernels == [f"expert_gemv_Q4_0_half_{end}" for end in ("r8_s2_k2", "r4_s2_k1", "r4_s2_k1", "r8_s2_k2")]
 
 
-def test_tables_of_many_entries(library, tune):
+def test_tables_of_many_entries(plan_library, tune):
     expected, draw = {}, random.Random(0)
     for _ in range(500):
         size = [2 ** draw.randrange(32) for _ in range(2)]
@@ -311,7 +167,7 @@ def test_tables_of_many_entries(library, tune):
             for n in range(32):
                 for k in range(32):
                     variant = expected.get((quant_type, dtype, 2**n, 2**k), -1)
-                    assert library.tuned(quant_type, dtype, 2**n, 2 * 2**k - 1) == variant
+                    assert plan_library.tuned(quant_type, dtype, 2**n, 2 * 2**k - 1) == variant
 
 
 @pytest.mark.parametrize("K", [32, 256, 4096, 4352, 2**20])
@@ -351,89 +207,17 @@ def test_limits(plan):
         plan("embedding", quant_type, 5, 32, count=2**32)
 
 
-# ---- Several rows of x
-
-
-# {M: family, and what a threadgroup has: outputs, rows of x, threads}
-FAMILY_OF_ROWS = {
-    **{1: ("gemv", 8, 1, 64), 2: ("rows2", 16, 2, 128), 3: ("rows3", 16, 3, 128), 4: ("rows4", 16, 4, 128)},
-    **dict.fromkeys((5, 6, 7, 8), ("tiles", 32, 8, 64)),
-    **dict.fromkeys((9, 31, 32), ("matmul32", 64, 32, 64)),
-    **dict.fromkeys((33, 64, 65, 1000), ("matmul64", 64, 64, 128)),
-}
-
-
-@pytest.mark.parametrize("M", FAMILY_OF_ROWS)
-@pytest.mark.parametrize("N", [1, 8, 9, 64, 65, 4096])
-def test_linear_by_rows_of_x(plan, library, M, N):
-    family, outputs, rows, threads = FAMILY_OF_ROWS[M]
-    for operator in ("linear", "linear of unknown lanes"):
-        if operator != "linear" and family == "tiles":
-            family, outputs, rows, threads = FAMILY_OF_ROWS[32]
-        p = plan(operator, NAMES["Q6_K"], N, 512, count=M, x_stride=600, extra=2)
-        shape = "_r4_s2_k1" if family == "gemv" else "_s4" if family.startswith("rows") else ""
-        assert p.kernel == f"{family}_Q6_K_half{shape}" and p.threadgroup == (threads, 1)
-        groups = [-(-N // outputs) * threads, -(-M // rows)]
-        if family.startswith("matmul"):  # rows of x first
-            groups = [-(-M // rows) * threads, -(-N // outputs)]
-        assert p.grid == tuple(groups)
-        assert struct.unpack("<QQIIII", p.params)[:5] == (420, 600, N, 512, 2)
-        assert M == 1 or struct.unpack("<QQIIII", p.params)[5] == M
-    assert library.needs_order(M) == (5 <= M <= 8)
-
-
-@pytest.mark.parametrize("N, K, simdgroups", [(1023, 4096, 8), (1024, 4096, 4), (1023, 4064, 4), (1, 2**20, 8)])
-@pytest.mark.parametrize("M", [2, 3, 4])
-def test_how_many_simdgroups_share_the_rows(plan, M, N, K, simdgroups):
-    p = plan("linear", NAMES["Q4_0"], N, K, count=M)
-    assert p.kernel == f"rows{M}_Q4_0_half_s{simdgroups}"
-    assert p.threadgroup == (32 * simdgroups, 1) and p.grid == (-(-N // 16) * 32 * simdgroups, 1)
-    p = plan("linear", NAMES["Q4_0"], N, K, count=M, offset=1)
-    assert p.kernel == f"rows{M}_Q4_0_half_plain" and p.threadgroup == (128, 1)
-
-
-@pytest.mark.parametrize("M, rows", [(1, 32), (32, 32), (33, 64), (100, 64)])
-def test_transposed_by_rows_of_grad_y(plan, M, rows):
-    p = plan("linear_transposed", NAMES["Q4_0"], 7, 96, count=M, x_stride=32, offset=1)
-    assert p.kernel == f"transposed{rows}_Q4_0_half_plain" and p.threadgroup == (2 * rows, 1)
-    assert p.grid == (-(-M // rows) * 2 * rows, 2)
-    assert struct.unpack("<QQIIII", p.params) == (54, 32, 7, 96, 0, M)
-
-
-def test_columns_of_grad_y(library):
-    assert [library.columns(N) for N in (1, 31, 32, 33, 64)] == [32, 32, 32, 64, 64]
-
-
-def test_limits_of_several_rows(plan):
-    quant_type = NAMES["Q4_0"]
-    for M, outputs, threads in ((2, 16, 128), (4, 16, 128), (8, 32, 64)):
-        largest = (2**32 - 1) // threads * outputs
-        assert plan("linear", quant_type, largest, 32, count=M).grid[0] < 2**32
-        with pytest.raises(OverflowError, match=f"linear: N = {largest + 1} is more"):
-            plan("linear", quant_type, largest + 1, 32, count=M)
-    with pytest.raises(OverflowError, match=r"linear: bytes from row to row = 536870912 is more than the 536870911 "):
-        plan("linear", quant_type, 5, 2**29, row_bytes=2**29, count=2)
-    most = (2**32 - 1) // 128 * 64
-    assert plan("linear", quant_type, 2**32 - 1, 32, count=most).grid[0] < 2**32
-    for operator in ("linear", "linear_transposed"):
-        with pytest.raises(OverflowError, match=f"torch_qgemv.{operator}: M = {most + 1} is more"):
-            plan(operator, quant_type, 5, 32, count=most + 1)
-        for size in ({"N": 2**32, "K": 32}, {"N": 5, "K": 2**32}):
-            with pytest.raises(OverflowError, match=f"torch_qgemv.{operator}: [NK] = 4294967296 is more"):
-                plan(operator, quant_type, **size, count=40)
-
-
-def test_x_has_to_be_aligned(library):
-    assert [library.aligned(offset, 64) for offset in (0, 2, 8, 16, 24, 32)] == [1, 0, 0, 1, 0, 1]
-    assert [library.aligned(32, row) for row in (0, 2, 8, 16, 24, 32)] == [1, 0, 0, 1, 0, 1]
+def test_x_has_to_be_aligned(plan_library):
+    assert [plan_library.aligned(offset, 64) for offset in (0, 2, 8, 16, 24, 32)] == [1, 0, 0, 1, 0, 1]
+    assert [plan_library.aligned(32, row) for row in (0, 2, 8, 16, 24, 32)] == [1, 0, 0, 1, 0, 1]
 
 
 # ---- The embedded sources
 
 
-def test_embedded_sources(library, embed):
+def test_embedded_sources(plan_library, embed):
     for i, name in enumerate(SOURCES):
-        text = library.source(i).decode("ascii")
+        text = plan_library.source(i).decode("ascii")
         assert text == embed.flatten(ROOT / f"metal/{name}.metal") + "\n"
         assert '#include "' not in text and "#pragma once" not in text
         assert text.count("struct Q4_K ") == 1, "each header once"

@@ -1,7 +1,8 @@
 """Run every kernel once on this machine and compare it with the CPU's.
 
-Every format, every dtype of x, aligned and unaligned weights, one row of x, a few and many, on --device. Prints one
-table; please paste it into an issue if a number of failures is not 0. Exits with 1 then.
+Every format, every dtype of x, aligned and unaligned weights, one row of x by each kernel for it, a few and many, two
+weights at once, on --device. Prints one table; please paste it into an issue if a number of failures is not 0. Exits
+with 1 then.
 """
 
 from __future__ import annotations
@@ -107,10 +108,26 @@ def checks(name: str, device: torch.device) -> Iterator[tuple[str, Callable[[], 
                 rows = ops.embedding(indices.to(device), weight, quant_type, dtype)
                 return mismatches(rows, matrix[indices].to(dtype))
 
+            def variant(name, weight=weight, dtype=dtype):
+                x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+                y = torch.ops.torch_qgemv._linear_variant(x.to(device), weight, quant_type, name)
+                return linear_error(y, x, matrix)
+
             for M in ROWS_OF_X:
                 yield f"linear {short} M={M}", lambda M=M, linear=linear: linear(M)
+            if device.type == "mps" and not where:
+                for kernel in torch.ops.torch_qgemv._gemv_variants():
+                    yield f"linear {short} {kernel}", lambda kernel=kernel, variant=variant: variant(kernel)
             yield f"dequantize {short}", dequantize
             yield f"embedding {short}", embedding
+
+    def fused():
+        x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(1)).half().to(device)
+        weights = [packed.to(device), packed[5:14].to(device)]
+        ys = ops.fused_linear(x, weights, [quant_type] * 2)
+        return sum(mismatches(y, ops.linear(x, w, quant_type).cpu()) for y, w in zip(ys, weights, strict=True))
+
+    yield "fused_linear float16", fused
 
 
 def mismatches(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,5 +1,4 @@
 // What the benchmark measures an Apple GPU with (csrc/bench.cpp has the schemas), apart from the operators proper.
-#include <ATen/mps/MPSDevice.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -23,8 +22,7 @@ id<MTLComputePipelineState> pipeline(const BenchKernel& kernel) {
   id<MTLComputePipelineState>& kept = pipelines[kernel.index()];
   if (!kept) {
     @autoreleasepool {
-      id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
-      TORCH_CHECK(device, "torch_qgemv: there is no Metal device");
+      id<MTLDevice> device = device_or_throw();
       if (!library) library = compile(device, bench_metal, nil, "the benchmark");
       kept = pipeline_of(device, library, kernel.name());
     }

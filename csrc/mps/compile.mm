@@ -1,6 +1,7 @@
 // Manual reference counting, as in PyTorch (-fno-objc-arc).
 #include "compile.h"
 
+#include <ATen/mps/MPSDevice.h>
 #include <c10/util/Exception.h>
 
 // macOS 15's setter, declared here because the SDK of macOS 14 does not have it.
@@ -22,6 +23,12 @@ void set_safe_math(MTLCompileOptions* options) {
 }
 
 }  // namespace
+
+id<MTLDevice> device_or_throw() {
+  id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
+  TORCH_CHECK(device, "torch_qgemv: there is no Metal device");
+  return device;
+}
 
 id<MTLLibrary> compile(id<MTLDevice> device, const char* source, NSDictionary* macros, const char* what) {
   MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];

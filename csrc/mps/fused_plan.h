@@ -1,7 +1,7 @@
 // The launch of fused_linear: one row of x times several weights. Plain C++, as launch_plan.h.
 #pragma once
 #include <array>
-#include <compare>
+#include <tuple>
 #include <vector>
 
 #include "matmul_plan.h"
@@ -19,7 +19,9 @@ struct FusedKernel {
   uint32_t simdgroups;
   std::array<int, fused_weights> cases;
 
-  auto operator<=>(const FusedKernel&) const = default;
+  bool operator<(const FusedKernel& other) const {
+    return std::tie(dtype, simdgroups, cases) < std::tie(other.dtype, other.simdgroups, other.cases);
+  }
   constexpr uint64_t threads() const { return simdgroups * simd_width; }
   constexpr const char* name() const { return fused_names[dtype]; }
   // The macros that metal/fused.metal wants to be compiled with.

@@ -61,7 +61,7 @@ constexpr uint32_t assumed_cores = 16;
 // plan chooses it, only a table. No time has been measured on an Apple GPU.
 constexpr int choose_gemv(uint32_t most_rows, int64_t N, int64_t K, uint32_t cores = assumed_cores) {
   if (K < 2048) return gemv_variant({4, 2, 1});
-  if (most_rows < 8) return gemv_variant({4, 2, 2});
+  if (most_rows < 8) return gemv_variant({most_rows, 2, 2});
   if (N >= 96 * int64_t(cores) || K < 4096) return gemv_variant({8, 2, 2});
   return gemv_variant({8, 4, 4});
 }

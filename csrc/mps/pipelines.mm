@@ -1,7 +1,6 @@
 // Compiles the embedded Metal sources. Manual reference counting, as in PyTorch (-fno-objc-arc).
 #include "pipelines.h"
 
-#include <ATen/mps/MPSDevice.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -39,12 +38,6 @@ id<MTLLibrary> library(id<MTLDevice> device, const Kernel& kernel) {
   id<MTLLibrary>& kept = libraries[source_of(kernel.family)][kernel.format][kernel.dtype];
   if (!kept) kept = compile_for(device, kernel);
   return kept;
-}
-
-id<MTLDevice> device_or_throw() {
-  id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
-  TORCH_CHECK(device, "torch_qgemv: there is no Metal device");
-  return device;
 }
 
 id<MTLLibrary> library(id<MTLDevice> device, const FusedKernel& kernel) {

@@ -8,15 +8,17 @@ from . import kernels, sandbox
 from .mutants import KERNELS, LAUNCHER, Mutant, all_mutants
 from .sandbox import Outcome, Trouble
 
+PLANS = ("tests/test_launch_plan.py", "tests/test_matmul_plan.py", "tests/test_fused_plan.py")
 # Those that see most of the launcher in little time.
 LAUNCHER_TESTS = [
     *("tests/test_mps.py", "tests/test_linear.py", "tests/test_embedding.py", "tests/test_dequantize.py"),
-    *("tests/test_gradients.py", "tests/test_mps_matmul.py", "-k"),
+    *("tests/test_gradients.py", "tests/test_mps_matmul.py", "tests/test_fused_linear.py", "-k"),
     "one_row or one_launch or in_place or buffers or copied_only"
     " or launch_nothing or is_no_row or thousand or made_once"
     " or (that_runs and Q4_0) or 16_bits or strided_x or leading"
     " or (views_of_weight and Q4_K) or index_shapes or test_bias or views_of_a_packed"
-    " or (gradient_of_x_for_every_format and Q4_K) or beyond_the_largest_tile or of_nothing or of_strided_tensors",
+    " or (gradient_of_x_for_every_format and Q4_K) or beyond_the_largest_tile or of_nothing or of_strided_tensors"
+    " or a_product_for_each or share_a_launch or nothing_is_copied or empty_weights",
 ]
 
 
@@ -27,7 +29,7 @@ def _planned(file: str) -> bool:
 def try_launcher(mutant: Mutant, folder: Path, usual: Path) -> Outcome:
     """The plan's own tests first, which are quick; then a launcher is built. usual: the unbroken library."""
     if _planned(mutant.file):
-        outcome = sandbox.pytest_outcome(folder, "tests/test_launch_plan.py")
+        outcome = sandbox.pytest_outcome(folder, *PLANS)
         if outcome.caught:
             return outcome
     try:
@@ -68,4 +70,4 @@ def unbroken(folder: Path) -> Outcome:
         if found := kernels.problem(texts, file):
             return Outcome(True, found)
     launcher = sandbox.build_launcher(folder)
-    return sandbox.pytest_outcome(folder, "tests/test_launch_plan.py", *LAUNCHER_TESTS, launcher=launcher)
+    return sandbox.pytest_outcome(folder, *PLANS, *LAUNCHER_TESTS, launcher=launcher)
