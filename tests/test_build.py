@@ -232,9 +232,9 @@ def python_files(folder):
 
 
 def hasty_compiler(folder):
-    """The compiler, without most of its optimizations: what is installed here, nobody runs."""
+    """The compiler, without its optimizations: what is installed here, nobody runs."""
     path = folder / "hasty-c++"
-    path.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O1\n')
+    path.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
     path.chmod(0o755)
     return path
 

@@ -80,21 +80,22 @@ def build_launcher(
     toolchain.check_platform()
     clang, folder = toolchain.clang(), toolchain.cache_dir()
     torch_flags, torch_libraries = _torch_flags()
-    includes = [f"-I{p}" for p in include_dirs]
+    includes, generated = [f"-I{p}" for p in include_dirs], []
     for name, text in embedded.items():  # their own folders, named by content: builds side by side don't meet
         place = folder / f"embedded_{toolchain.digest(name, text)}"
         place.mkdir(exist_ok=True)
         toolchain.make(place / name, lambda out, text=text: out.write_text(text))
-        includes.append(f"-I{place}")
+        generated.append(f"-I{place}")
     macros = [f"-D{name}={value}" if value else f"-D{name}" for name, value in defines.items()]
     flags = [*LAUNCHER_FLAGS, f"-I{STUBS}", *includes, *macros, *torch_flags]
 
     def compile_one(source: Path) -> Path:
         command = [*clang.compiler, *flags, str(source)]
-        preprocessed = toolchain.run([*command, "-E"])
+        preprocessed = toolchain.run([*command, *generated, "-E"])  # names the generated headers that it includes
         digest = toolchain.digest(preprocessed, *command, _environment())
         return toolchain.make(
-            folder / f"{source.stem}_{digest}.o", lambda out: toolchain.run([*command, "-c", "-o", str(out)])
+            folder / f"{source.stem}_{digest}.o",
+            lambda out: toolchain.run([*command, *generated, "-c", "-o", str(out)]),
         )
 
     objects = [str(compile_one(Path(source))) for source in sources]
