@@ -9,11 +9,6 @@ def random_experts(quant_type, E, N, K):
     return random_packed(quant_type, E * N, K).view(E, N, -1)
 
 
-def odd_view(weight):
-    """The same bytes at an odd address."""
-    return torch.empty(weight.numel() + 1, dtype=torch.uint8, device=weight.device)[1:].view(weight.shape).copy_(weight)
-
-
 def random_ids(shape, E, dtype=torch.long, seed=0):
     return torch.randint(E, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

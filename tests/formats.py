@@ -6,7 +6,16 @@ import torch
 from torch_qgemv import quant_types
 from torch_qgemv.testing import linear_error, random_packed
 
-__all__ = ["TYPES", "assert_linear_close", "block_size", "dequantized", "random_packed", "random_x", "type_size"]
+__all__ = [
+    "TYPES",
+    "assert_linear_close",
+    "block_size",
+    "dequantized",
+    "odd_view",
+    "random_packed",
+    "random_x",
+    "type_size",
+]
 
 TYPES = [gguf.GGMLQuantizationType[name] for name in quant_types()]
 
@@ -17,6 +26,11 @@ def block_size(quant_type) -> int:
 
 def type_size(quant_type) -> int:
     return gguf.GGML_QUANT_SIZES[quant_type][1]
+
+
+def odd_view(weight):
+    """The same bytes at an odd address."""
+    return torch.empty(weight.numel() + 1, dtype=torch.uint8, device=weight.device)[1:].view(weight.shape).copy_(weight)
 
 
 def dequantized(packed: torch.Tensor, quant_type) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from experts import assert_experts_close, odd_view, random_experts, random_ids
-from formats import TYPES, block_size, random_x, type_size
+from experts import assert_experts_close, random_experts, random_ids
+from formats import TYPES, block_size, odd_view, random_x, type_size
 
 import torch_qgemv
 

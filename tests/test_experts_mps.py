@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from experts import assert_experts_close, odd_view, random_experts, random_ids
-from formats import TYPES, random_x
+from experts import assert_experts_close, random_experts, random_ids
+from formats import TYPES, odd_view, random_x
 
 import torch_qgemv
 

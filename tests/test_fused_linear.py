@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from formats import TYPES, random_packed, random_x
+from formats import TYPES, odd_view, random_packed, random_x
 
 import torch_qgemv
 
@@ -10,11 +10,6 @@ ops = torch.ops.torch_qgemv
 BY_NAME = {quant_type.name: quant_type for quant_type in TYPES}
 Q4_0, Q4_K, Q5_K, Q6_K, Q8_0 = (BY_NAME[name] for name in ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0"))
 FOUR = (Q4_K, Q6_K, Q5_K, Q4_K)
-
-
-def odd_view(weight):
-    """The same bytes at an odd address."""
-    return torch.empty(weight.numel() + 1, dtype=torch.uint8, device=weight.device)[1:].view(weight.shape).copy_(weight)
 
 
 def random_weights(quant_types, rows, K, device):

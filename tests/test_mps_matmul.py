@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from formats import TYPES, assert_linear_close, block_size, dequantized, random_packed, random_x
+from formats import TYPES, assert_linear_close, block_size, dequantized, odd_view, random_packed, random_x
 
 import torch_qgemv
 
 DTYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
 Q4_0, Q8_0, Q4_K, IQ4_XS = TYPES[0], TYPES[4], TYPES[7], TYPES[11]
 by_name = {"ids": lambda t: getattr(t, "name", str(t))}
-
-
-def odd_view(weight):
-    """The same bytes at an odd address."""
-    return torch.empty(weight.numel() + 1, dtype=torch.uint8, device=weight.device)[1:].view(weight.shape).copy_(weight)
 
 
 @pytest.fixture

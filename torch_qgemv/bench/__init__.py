@@ -71,13 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where `make ggml` has put its folder ggml (default: build); `none`: leave the peer out",
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case (default: 1)")
-    parser.add_argument(
-        "--rotate",
-        type=_megabytes,
-        metavar="MB",
-        default=default_rotate(),
-        help=f"the copies of each weight extend over so much memory (default here: {default_rotate() // MB})",
-    )
+    add_rotate(parser)
     parser.add_argument(
         "--huge-pages",
         action=argparse.BooleanOptionalAction,
@@ -89,6 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--chart", type=Path, metavar="FILE.png", help="draw the result (needs matplotlib)")
     parser.add_argument("--roofline", type=Path, metavar="FILE.png", help="draw the roofline (needs matplotlib)")
+
+
+def add_rotate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rotate",
+        type=_megabytes,
+        metavar="MB",
+        default=default_rotate(),
+        help=f"the copies of each weight extend over so much memory (default here: {default_rotate() // MB})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

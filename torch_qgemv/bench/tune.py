@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from .. import ops, tuning
 from ..testing import linear_error
-from . import DTYPES, NAMED_SHAPES, _megabytes, _shapes, _types, list_cases
+from . import DTYPES, NAMED_SHAPES, _shapes, _types, add_rotate, list_cases
 from .devices import DEVICES, check_device, is_simulated
 from .measure import Problem, Times, time_in_turn
-from .memory import MB, copies_for, default_rotate, repeat
+from .memory import copies_for, repeat
 
 MIN_NOISE = 0.02  # of the time: what is less is taken for chance
 HEAD = f"{'type':8}{'x':10}{'built-in':>10}{'best':>10}{'ratio':>8}{'noise':>8}  {'kept':10}KxN"
@@ -40,13 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=_dtypes, default=("fp16",), help="of x: fp16,bf16,fp32 (default: fp16)")
     parser.add_argument("--device", choices=DEVICES, default="mps")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each shape (default: 1)")
-    parser.add_argument(
-        "--rotate",
-        type=_megabytes,
-        metavar="MB",
-        default=default_rotate(),
-        help=f"the copies of each weight extend over so much memory (default here: {default_rotate() // MB})",
-    )
+    add_rotate(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: a file of this GPU and torch in ~/.cache")
     parser.add_argument(
         "--show",
