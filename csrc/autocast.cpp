@@ -6,6 +6,14 @@
 
 namespace qgemv {
 
+// op(x in the autocast dtype, args...), without autocast.
+template <c10::DeviceType device, class Op, class... Args>
+auto call_with_cast(const Op& op, const at::Tensor& x, const Args&... args) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
+  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), args...);
+}
+
 template <c10::DeviceType device>
 at::Tensor linear_autocast(const at::Tensor& x, const at::Tensor& weight, int64_t quant_type,
                            const std::optional<at::Tensor>& bias) {
@@ -13,10 +21,7 @@ at::Tensor linear_autocast(const at::Tensor& x, const at::Tensor& weight, int64_
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("torch_qgemv::linear", "")
           .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, const std::optional<at::Tensor>&)>();
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
-  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weight, quant_type,
-                 bias);
+  return call_with_cast<device>(op, x, weight, quant_type, bias);
 }
 
 template <c10::DeviceType device>
@@ -26,10 +31,7 @@ std::vector<at::Tensor> fused_linear_autocast(const at::Tensor& x, at::TensorLis
                              .findSchemaOrThrow("torch_qgemv::fused_linear", "")
                              .typed<std::vector<at::Tensor>(const at::Tensor&, at::TensorList, at::IntArrayRef,
                                                             const c10::List<std::optional<at::Tensor>>&)>();
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
-  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weights, quant_types,
-                 biases);
+  return call_with_cast<device>(op, x, weights, quant_types, biases);
 }
 
 template <c10::DeviceType device>
@@ -38,10 +40,7 @@ at::Tensor expert_linear_autocast(const at::Tensor& x, const at::Tensor& weight,
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("torch_qgemv::expert_linear", "")
                              .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t)>();
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
-  return op.call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weight, ids,
-                 quant_type);
+  return call_with_cast<device>(op, x, weight, ids, quant_type);
 }
 
 TORCH_LIBRARY_IMPL(torch_qgemv, AutocastCPU, m) {

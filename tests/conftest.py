@@ -71,6 +71,19 @@ def simulator():
     return metal_sim
 
 
+@pytest.fixture
+def record(simulator):
+    """Calls give the launches since the last call."""
+    simulator.clear()
+
+    def record():
+        launches = simulator.dispatches()
+        simulator.clear()
+        return launches
+
+    return record
+
+
 @pytest.fixture(scope="session")
 def plan_library(tmp_path_factory):
     """The launch plan as a library (plans.SOURCE)."""

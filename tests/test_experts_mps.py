@@ -29,16 +29,9 @@ def test_rows_of_any_distribution(seed, mps):
 
 
 @pytest.fixture
-def launches(simulator):
+def launches(record):
     """Calls give the kernels launched since the last call."""
-    simulator.clear()
-
-    def launches():
-        made = [launch.kernel for launch in simulator.dispatches()]
-        simulator.clear()
-        return made
-
-    return launches
+    return lambda: [launch.kernel for launch in record()]
 
 
 @pytest.mark.parametrize("rows_each, tiles", [(1, 3), (9, 3), (33, 6)])

@@ -58,26 +58,13 @@ def test_a_row_that_is_not_aligned(device):
     assert_same_as_linear(x, random_weights((Q4_0, Q4_0), (3, 5), 64, device), (Q4_0, Q4_0))
 
 
-@pytest.fixture
-def launches(simulator):
-    """Calls give the launches since the last call."""
-    simulator.clear()
-
-    def launches():
-        made = simulator.dispatches()
-        simulator.clear()
-        return made
-
-    return launches
-
-
-def test_one_launch_for_every_four_weights(mps, launches):
+def test_one_launch_for_every_four_weights(mps, record):
     x = random_x((1, 64)).to(mps)
     for count, names in ((1, 1), (2, 1), (4, 1), (5, 2), (6, 2)):
         weights = random_weights((Q4_0,) * count, range(1, count + 1), 64, mps)
-        launches()
+        record()
         ys = torch_qgemv.fused_linear(x, weights, [Q4_0] * count)
-        made = launches()
+        made = record()
         assert len(made) == names
         assert [launch.kernel for launch in made if launch.kernel != "fused_float"] == ["gemv_Q4_0_float_r4_s2_k1"] * (
             count % 4 == 1
@@ -85,23 +72,23 @@ def test_one_launch_for_every_four_weights(mps, launches):
         assert [y.cpu().tolist() for y in ys] == [torch_qgemv.linear(x, w, Q4_0).cpu().tolist() for w in weights]
 
 
-def test_kernels_of_different_shapes_share_a_launch(mps, launches):
+def test_kernels_of_different_shapes_share_a_launch(mps, record):
     """K is split between four SIMD-groups for one weight, not at all for the other, whose address is odd."""
     x = random_x((1, 4096), torch.half).to(mps)
     split, plain = random_weights((Q4_K, Q4_K), (9, 21), 4096, mps)
     plain = odd_view(plain)
     assert_same_as_linear(x, [split, plain], (Q4_K, Q4_K))
-    fused, *alone = launches()
+    fused, *alone = record()
     assert [launch.kernel for launch in alone] == ["gemv_Q4_K_half_r8_s4_k4", "gemv_Q4_K_half_plain"]
     assert fused.kernel == "fused_half" and fused.threads[0] == 128
     assert fused.groups[0] == 2 + 2  # 8 outputs each, and 16
 
 
-def test_nothing_is_copied(mps, launches):
+def test_nothing_is_copied(mps, record):
     x, weights = random_x((1, 64)).to(mps), random_weights((Q4_0, Q4_0), (3, 5), 64, mps)
     bias = random_x((5,)).to(mps)
     ys = torch_qgemv.fused_linear(x, weights, (Q4_0, Q4_0), (None, bias))
-    (launch,) = launches()
+    (launch,) = record()
     places = {0: weights[0], 1: weights[1], 4: x, 6: bias, 9: ys[0], 10: ys[1]}
     for place, tensor in places.items():
         assert launch.buffers[place].storage == tensor.untyped_storage().data_ptr()

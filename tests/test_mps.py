@@ -18,19 +18,6 @@ Q4_0, Q4_K, Q6_K = TYPES[0], TYPES[7], TYPES[9]
 by_name = {"ids": lambda t: getattr(t, "name", str(t))}
 
 
-@pytest.fixture
-def record(simulator):
-    """Calls give the launches since the last call."""
-    simulator.clear()
-
-    def record():
-        launches = simulator.dispatches()
-        simulator.clear()
-        return launches
-
-    return record
-
-
 # ---- Numerics
 
 

@@ -92,12 +92,15 @@ def checks(name: str, device: torch.device) -> Iterator[tuple[str, Callable[[], 
     bias = torch.randn(N, generator=torch.Generator().manual_seed(1))
     indices = torch.arange(0, N, 5)
 
+    def rows_of_x(M):
+        return torch.randn(M, matrix.shape[1], generator=torch.Generator().manual_seed(M))
+
     for where, weight in (("", packed.to(device)), (" unaligned", odd)):
         for dtype in DTYPES:
             short = str(dtype).removeprefix("torch.") + where
 
             def linear(M, weight=weight, dtype=dtype):
-                x = torch.randn(M, matrix.shape[1], generator=torch.Generator().manual_seed(M)).to(dtype)
+                x = rows_of_x(M).to(dtype)
                 y = ops.linear(x.to(device), weight, quant_type, bias.to(device))
                 return linear_error(y, x, matrix, bias)
 
@@ -109,7 +112,7 @@ def checks(name: str, device: torch.device) -> Iterator[tuple[str, Callable[[], 
                 return mismatches(rows, matrix[indices].to(dtype))
 
             def variant(name, weight=weight, dtype=dtype):
-                x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+                x = rows_of_x(1).to(dtype)
                 y = torch.ops.torch_qgemv._linear_variant(x.to(device), weight, quant_type, name)
                 return linear_error(y, x, matrix)
 
@@ -122,7 +125,7 @@ def checks(name: str, device: torch.device) -> Iterator[tuple[str, Callable[[], 
             yield f"embedding {short}", embedding
 
     def fused():
-        x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(1)).half().to(device)
+        x = rows_of_x(1).half().to(device)
         weights = [packed.to(device), packed[5:14].to(device)]
         ys = ops.fused_linear(x, weights, [quant_type] * 2)
         return sum(mismatches(y, ops.linear(x, w, quant_type).cpu()) for y, w in zip(ys, weights, strict=True))

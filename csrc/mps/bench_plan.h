@@ -17,11 +17,7 @@ struct BenchKernel {
 };
 
 template <typename Params>
-struct BenchPlan {
-  BenchKernel kernel;
-  Params params;
-  Size grid, threadgroup;  // threads
-};
+using BenchPlan = Plan<Params, BenchKernel>;
 
 constexpr uint64_t bench_threads = 256;  // in a threadgroup of read and fma_rate
 

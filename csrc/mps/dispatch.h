@@ -41,15 +41,15 @@ struct Signpost {
   id<MTLComputePipelineState> state = nil;
 };
 
-// The buffers are the kernel's arguments 0, 1, ..., the parameters the next one. AnyPlan: Plan, or another with its
-// fields for kernels that have a name() and a pipeline().
-template <typename Params, size_t count, template <typename> class AnyPlan>
-void dispatch(const AnyPlan<Params>& plan, const std::array<Binding, count>& buffers, const at::Tensor& in,
+// The buffers are the kernel's arguments 0, 1, ..., the parameters the next one. AnyKernel has a name() and a
+// pipeline().
+template <typename Params, size_t count, typename AnyKernel>
+void dispatch(const Plan<Params, AnyKernel>& plan, const std::array<Binding, count>& buffers, const at::Tensor& in,
               const at::Tensor& out) {
   id<MTLComputePipelineState> state = pipeline(plan.kernel);
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   // Blocks copy what they name: pointers only.
-  const AnyPlan<Params>* const p = &plan;
+  const Plan<Params, AnyKernel>* const p = &plan;
   const Binding* const bindings = buffers.data();
   const at::Tensor *const from = &in, *const to = &out;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {

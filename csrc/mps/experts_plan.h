@@ -101,7 +101,8 @@ inline RoutedPlan plan_expert_linear(const Experts& experts, const ExpertRows& y
   if (!takes_expert_tiles(y.rows, experts.count) || !lane_order_known)
     return plan_expert_tiles_of_y(op, expert_matmul, experts.each.N, experts, y, x);
   check_experts_range(op, experts, y);
-  const Plan<LinearParams> product = plan_one_row_of_groups(expert_tiles, with_alignment_of_all(experts), x, no_bias,
+  const Weight w = with_alignment_of_all(experts);
+  const Plan<LinearParams> product = plan_one_row_of_groups(kernel_for(expert_tiles, w, x.dtype), w, x, no_bias,
                                                             tiles_outputs * tiles_simdgroups, tiles_simdgroups);
   return {plan_routes(experts, y, x.dtype, max_tiles_rows),
           {product.kernel,

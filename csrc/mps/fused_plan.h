@@ -28,12 +28,7 @@ struct FusedKernel {
   std::string definitions() const;
 };
 
-template <typename Params>
-struct FusedPlan {
-  FusedKernel kernel;
-  Params params;
-  Size grid, threadgroup;  // threads
-};
+using FusedPlan = Plan<FusedParams, FusedKernel>;
 
 // The gemv kernel of kernel_names[index].
 constexpr Kernel gemv_kernel(int index) {
@@ -56,12 +51,11 @@ inline std::string FusedKernel::definitions() const {
 
 // Each weight keeps the kernel of its own launch, and so its result, whatever the others are; only the SIMD-groups of a
 // threadgroup are as many for all. weights: 1 to fused_weights; bias_types: theirs.
-inline FusedPlan<FusedParams> plan_fused(const std::vector<Weight>& weights, const Rows& x,
-                                         const std::vector<uint32_t>& bias_types, const Tuning& tuning,
-                                         uint32_t cores = assumed_cores) {
+inline FusedPlan plan_fused(const std::vector<Weight>& weights, const Rows& x, const std::vector<uint32_t>& bias_types,
+                            const Tuning& tuning, uint32_t cores = assumed_cores) {
   std::vector<Plan<LinearParams>> alone;
   std::vector<int> cases;
-  FusedPlan<FusedParams> plan{{x.dtype, 1, {}}, {}, {0, 1}, {0, 1}};
+  FusedPlan plan{{x.dtype, 1, {}}, {}, {0, 1}, {0, 1}};
   for (size_t i = 0; i < weights.size(); ++i) {
     const int variant = choose_variant(weights[i], weights[i].N, x.dtype, tuning, cores);
     alone.push_back(plan_gemv(weights[i], 1, x.x_stride, x.dtype, bias_types[i], variant));

@@ -175,9 +175,9 @@ struct Size {
   uint64_t x, y;
 };
 
-template <typename Params>
+template <typename Params, typename AnyKernel = Kernel>
 struct Plan {
-  Kernel kernel;
+  AnyKernel kernel;
   Params params;
   Size grid, threadgroup;  // threads
 };

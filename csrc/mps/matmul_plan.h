@@ -17,15 +17,12 @@ inline LinearParams linear_params(const Weight& w, const Rows& x, uint32_t bias_
 }
 
 // A row of threadgroups, each of which makes `outputs` columns of y for all rows of x.
-inline Plan<LinearParams> plan_one_row_of_groups(Family family, const Weight& w, const Rows& x, uint32_t bias_type,
-                                                 uint64_t outputs, uint64_t simdgroups) {
+inline Plan<LinearParams> plan_one_row_of_groups(const Kernel& kernel, const Weight& w, const Rows& x,
+                                                 uint32_t bias_type, uint64_t outputs, uint64_t simdgroups) {
   const uint64_t threads = simdgroups * simd_width;
   check_range("linear", "N", w.N, max_uint32 / threads * outputs, w);
   check_range("linear", "K", w.K, max_uint32, w);
-  return {kernel_for(family, w, x.dtype),
-          linear_params(w, x, bias_type),
-          {groups_of(uint64_t(w.N), outputs) * threads, 1},
-          {threads, 1}};
+  return {kernel, linear_params(w, x, bias_type), {groups_of(uint64_t(w.N), outputs) * threads, 1}, {threads, 1}};
 }
 
 // Which of the rows kernels. Eight SIMD-groups that share a threadgroup's outputs hide more of the memory's latency
@@ -40,9 +37,8 @@ inline Plan<LinearParams> plan_rows(const Weight& w, const Rows& x, uint32_t bia
   const Family family = families[x.M - 2];
   check_range("linear", "bytes from row to row", int64_t(w.row_bytes), max_gemv_row_bytes, w);
   const int variant = is_aligned(w) ? choose_rows(w.N, w.K, cores) : plain_variant(family);
-  Plan<LinearParams> plan = plan_one_row_of_groups(family, w, x, bias_type, 4 * rows_outputs, rows_shapes[variant]);
-  plan.kernel.variant = variant;
-  return plan;
+  return plan_one_row_of_groups({family, w.format, x.dtype, variant}, w, x, bias_type, 4 * rows_outputs,
+                                rows_shapes[variant]);
 }
 
 // Tiles of y: `rows` of M by matmul_outputs of `columns`. Neighbouring threadgroups have the same columns, so that they
@@ -70,7 +66,8 @@ inline Plan<LinearParams> plan_linear(const Weight& w, const Rows& x, uint32_t b
     return plan_gemv(w, x.M, x.x_stride, x.dtype, bias_type, choose_variant(w, w.N, x.dtype, tuning, cores));
   if (x.M <= max_rows) return plan_rows(w, x, bias_type, cores);
   if (x.M <= max_tiles_rows && lane_order_known) {
-    return plan_one_row_of_groups(tiles, w, x, bias_type, tiles_outputs * tiles_simdgroups, tiles_simdgroups);
+    return plan_one_row_of_groups(kernel_for(tiles, w, x.dtype), w, x, bias_type, tiles_outputs * tiles_simdgroups,
+                                  tiles_simdgroups);
   }
   return x.M <= 32 ? plan_tiles_of_y("linear", matmul32, 32, w.N, w, x, bias_type)
                    : plan_tiles_of_y("linear", matmul64, 64, w.N, w, x, bias_type);
